@@ -1,0 +1,632 @@
+"""
+Threshold Relative Attention (TRA): the whole model in one file.
+
+Paper: "TRA: Better Length Generalisation with Threshold Relative Attention",
+Opper, Fernandez, Smolensky and Gao, TMLR 2025, https://arxiv.org/abs/2503.23174
+
+The idea. Softmax attention gives every key some weight, and position encodings measure distance over all keys. Both
+change when sequences grow: there is more to average over, and distances appear that were never trained. TRA changes two
+things. A key whose score is not positive leaves the softmax altogether, and distance counts only the keys that stayed:
+
+    s_ij    = q_i . k_j / sqrt(D)                     q and k RMS-normalised over the head dimension D
+    keep_ij = (j <= i) and (s_ij > 0)                 selective sparsity
+    c_ij    = #{ l kept : j <= l <= i }               contextual distance: the nearest kept key is at 1
+    g_i     = log sigmoid(w . x_i + b)  <= 0          how fast query i forgets, one gate per head
+    l_ij    = s_ij + g_i c_ij                         where kept
+    a_ij    = softmax of l_ij over the kept keys      a row that keeps nothing outputs exactly 0
+    o_i     = sum_j a_ij v_j
+
+Why lengths hold: the keys that query i keeps have the distinct counts 1, 2, 3, ..., so all that lies beyond count c weighs
+at most exp(max s) (e^{g_i (c+1)} + e^{g_i (c+2)} + ...), a geometric series. However long the sequence, what is far away
+cannot add up.
+
+Reading order: `tra_dense` is the formula, `tra_blockwise` computes the same in memory linear in T and is what runs, then
+the five baselines, then the decoder around them. `Config.pre_norm` is the one default that differs from the authors'
+notebook: it trains far better (README.md, "Differences from the paper").
+
+Sizes: B batch, T sequence, C embedding, H heads, D head dimension.
+"""
+import functools
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+ATTENTIONS = ('tra', 'rope', 'nope', 'alibi', 'cope', 'fot')
+
+
+@dataclass
+class Config:
+    vocab_size: int
+    n_layer: int = 4
+    n_head: int = 4
+    n_embd: int = 256
+    mlp_ratio: int = 2             # hidden size of the MLP, in embeddings
+    dropout: float = 0.01          # on attention weights and on the MLP's hidden layer
+    attn: str = 'tra'              # one of ATTENTIONS
+    tra_sparsity: bool = True      # False: ablation, every causal key is kept and distance is plain i - j + 1
+    tra_distance: bool = True      # False: ablation, keys are dropped but the gate times distance is not added
+    rope_theta: float = 500_000.0  # base of the rotary angles
+    cope_npos: int = 64            # number of positions CoPE can tell apart
+    pre_norm: bool = True          # False: the notebook's blocks, which normalise the residual stream itself
+
+    def __post_init__(self):
+        if self.attn not in ATTENTIONS:
+            raise ValueError(f"unknown attn '{self.attn}': choose one of {', '.join(ATTENTIONS)}")
+        for name in ('vocab_size', 'n_layer', 'n_head', 'n_embd', 'mlp_ratio', 'cope_npos'):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
+        if self.n_embd % self.n_head:
+            raise ValueError(f'n_embd ({self.n_embd}) must be divisible by n_head ({self.n_head})')
+        if self.attn == 'rope' and self.n_embd // self.n_head % 2:
+            raise ValueError(f'rope rotates pairs: n_embd / n_head must be even, not {self.n_embd // self.n_head}')
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# TRA, the formula
+
+def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, seed=None, return_parts=False):
+    """
+    TRA as the equations say it, with T x T matrices: the function to learn from.
+
+    q (B, H, Tq, D), k and v (B, H, T, D), log_gate (B, H, Tq); the queries are the last Tq of the T positions.
+    Returns (B, H, Tq, D), and with return_parts also a dict of keep, count and weights, each (B, H, Tq, T).
+    """
+    B, H, Tq, D = q.shape
+    T = k.size(2)
+    dtype = compute_dtype(q)  # bfloat16 cannot count past 256
+    if not distance:
+        log_gate = torch.zeros_like(log_gate)
+    i = torch.arange(T - Tq, T, device=q.device)[:, None]
+    j = torch.arange(T, device=q.device)[None, :]
+    with torch.autocast(q.device.type, enabled=False):
+        scores = q.to(dtype) @ k.to(dtype).mT / math.sqrt(D)                # s_ij     (B, H, Tq, T)
+        keep = (j <= i) & ((scores > 0) if sparsity else True)              # keep_ij  (B, H, Tq, T)
+        keep = keep.expand_as(scores)
+        count = keep.to(dtype).flip(-1).cumsum(-1).flip(-1)                 # c_ij: kept keys from j rightwards
+        logits = scores + log_gate.to(dtype)[..., None] * count             # l_ij
+        logits = logits.masked_fill(~keep, -math.inf)
+        top = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)  # -inf only where nothing is kept
+        weights = torch.exp(logits - top)
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / total.masked_fill(total == 0, 1)                # a_ij; a row that keeps nothing stays 0
+        dropped = weights
+        if dropout:
+            head = torch.arange(B * H, device=q.device).view(B, H, 1, 1)
+            dropped = weights * dropout_mask(row_hash(seed, head, i), key_hash(j), dropout, dtype)
+        out = (dropped @ v.to(dtype)).to(v.dtype)                           # o_i      (B, H, Tq, D)
+    return (out, {'keep': keep, 'count': count, 'weights': weights}) if return_parts else out
+
+
+def compute_dtype(x):
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# Dropout without storing a T x T mask: whether a weight is dropped is a hash of (seed, head, query, key), so that the
+# backward pass computes the same mask again. "head" numbers the heads of the whole batch.
+
+def mix(x):
+    """An integer hash, int32 to int32: every bit of x moves about half of the result's bits."""
+    x = (x ^ ((x >> 16) & 0xffff)) * 0x45d9f3b
+    x = (x ^ ((x >> 16) & 0xffff)) * 0x45d9f3b
+    return x ^ ((x >> 16) & 0xffff)
+
+
+def row_hash(seed, head, query):
+    return mix(mix(seed.to(torch.int32) + mix(head.to(torch.int32) + 1)) + query.to(torch.int32))
+
+
+def key_hash(key):
+    return mix(~key.to(torch.int32))
+
+
+def dropout_mask(rows, keys, dropout, dtype):
+    """1 / (1 - dropout) where a weight stays, 0 where it is dropped. rows and keys are hashes that broadcast."""
+    stays = (mix(rows ^ keys) & 0x7fffffff) >= int(dropout * 2 ** 31)
+    return stays.to(dtype) * (1 / (1 - dropout))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# TRA, the kernel
+#
+# FlashAttention's idea, walked from right to left. Queries and keys are cut into blocks; a tile is one block of queries
+# against one block of keys. For a block of queries we visit the key blocks from the diagonal back to the start and carry,
+# for each query, how many keys it has kept so far (`count`), the sum of its weights (`total`) and the weighted values
+# (`out`). Three things make it short and fast:
+#
+# 1. No running maximum. Softmax may subtract any constant from a row; we take g_i, so l_ij = s_ij + g_i (c_ij - 1). Then the
+#    nearest kept key has l = s > 0, the sum is at least 1, and l never exceeds the largest score, which is sqrt(D) for
+#    normalised q and k: exp neither overflows nor vanishes, and FlashAttention's rescaling falls away.
+# 2. Counting inside a tile. c_ij needs a running sum along the keys, which vector units are bad at. So the keys of a tile
+#    are dealt out like cards into PLANES hands: plane p holds the keys p, p + PLANES, p + 2 PLANES, ... A group, one key
+#    of each plane, is then PLANES consecutive keys. How many keys are kept in the groups further right is one small matmul
+#    with a triangle of ones; inside a group it is PLANES additions of whole vectors.
+# 3. Many tiles at a time. The tiles of all batches and heads, and of several query blocks, go through one batched matmul
+#    and one compiled function, so that the cost of a call is shared. CHUNK tiles still fit the CPU's caches.
+
+PLANES = 8
+CHUNK = 32
+
+
+def compiled(function):
+    """torch.compile, or the plain function and one warning where the machine has no compiler."""
+    run = torch.compile(function, recompile_limit=64)
+
+    @functools.wraps(function)
+    def call(*args):
+        nonlocal run
+        for x in args:  # the number of tiles varies along the walk: compile once for all of them
+            if isinstance(x, torch.Tensor) and x.dim() > 1:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        try:
+            return run(*args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            warnings.warn(f'torch.compile does not work here, so the TRA kernel runs uncompiled and slower '
+                          f'({type(error).__name__}: {str(error).strip().splitlines()[0]})', stacklevel=2)
+            run = function
+            return run(*args)
+    return call
+
+
+def count_kept(scores, count, last, sparsity):
+    """
+    For a tile of scores (N, block, block), by plane: the scores, keep_ij and c_ij, each a list of (N, block, block / PLANES);
+    and how many keys each query keeps in the whole tile (N, block). `count` (N, block) is what it kept to the right of the
+    tile, `last` (block) the last key of the tile that it may see.
+    """
+    planes = scores.unflatten(2, (PLANES, -1)).unbind(2)
+    groups = planes[0].size(2)
+    first = torch.arange(groups, device=scores.device, dtype=scores.dtype) * PLANES
+    keep = [(s > 0) & (first + p <= last[:, None]) if sparsity else (first + p <= last[:, None]).expand_as(s)
+            for p, s in enumerate(planes)]
+    kept = sum(x.to(scores.dtype) for x in keep)                            # in each group
+    later = kept @ torch.ones(groups, groups, device=scores.device, dtype=scores.dtype).tril(-1)
+    running = count[..., None] + later                                      # kept in all groups further right
+    counts = []
+    for x in reversed(keep):
+        running = running + x
+        counts.insert(0, running)
+    return planes, keep, counts, kept.sum(-1)
+
+
+def by_plane(tile):
+    return tile.unflatten(-1, (PLANES, -1)).unbind(-2)
+
+
+def dropout_masks(rows, keys, dropout, dtype):
+    if not dropout:
+        return [1.0] * PLANES
+    return [dropout_mask(rows[..., None], x[:, None], dropout, dtype) for x in by_plane(keys)]
+
+
+@compiled
+def forward_tile(scores, log_gate, count, total, last, rows, keys, sparsity, dropout):
+    """The unnormalised weights of a tile (N, block, block), dropout applied; adds to count and total."""
+    planes, keep, counts, kept = count_kept(scores, count, last, sparsity)
+    masks = dropout_masks(rows, keys, dropout, scores.dtype)
+    weights, sums = [], 0
+    for s, stay, c, mask in zip(planes, keep, counts, masks):
+        weight = torch.where(stay, torch.exp(s + log_gate[..., None] * (c - 1)), 0.0)
+        weights.append(weight * mask)
+        sums = sums + weight
+    count += kept
+    total += sums.sum(-1)
+    return torch.stack(weights, 2).flatten(2)
+
+
+@compiled
+def backward_tile(scores, dweights, log_gate, count, lse, delta, dlog_gate, last, rows, keys, sparsity, dropout):
+    """
+    The weights a_ij of a tile again, dropout applied, and dl_ij = a_ij (dO_i . v_j - delta_i) with delta_i = dO_i . O_i;
+    adds to count and to the gate's gradient, sum_j dl_ij c_ij (c or c - 1: the dl of a row sum to 0).
+    """
+    planes, keep, counts, kept = count_kept(scores, count, last, sparsity)
+    masks = dropout_masks(rows, keys, dropout, scores.dtype)
+    weights, dlogits, sums = [], [], 0
+    for s, dw, stay, c, mask in zip(planes, by_plane(dweights), keep, counts, masks):
+        weight = torch.where(stay, torch.exp(s + log_gate[..., None] * (c - 1) - lse[..., None]), 0.0)
+        dlogit = weight * (dw * mask - delta[..., None])
+        weights.append(weight * mask)
+        dlogits.append(dlogit)
+        sums = sums + dlogit * (c - 1)
+    count += kept
+    dlog_gate += sums.sum(-1)
+    return torch.stack(weights, 2).flatten(2), torch.stack(dlogits, 2).flatten(2)
+
+
+class Tiling:
+    """
+    Where each tile lies. Keys are padded on the right to whole blocks; queries, the last Tq of the T positions, are padded
+    on both sides to the same grid. No real query sees a padded key (it lies in its future), and padded queries are cut off
+    again. Tiles are stored block by block, all batches and heads of a block together: (blocks * B * H, block, ...). So "the
+    key block d blocks to the left", for any run of query tiles, is one contiguous slice.
+    """
+
+    def __init__(self, q, k):
+        self.B, self.H, self.Tq, self.D = q.shape
+        self.T = k.size(2)
+        self.block = 128 if self.T > 128 else 64
+        self.offset = (self.T - self.Tq) // self.block                      # the block of the first query
+        self.left = self.T - self.Tq - self.offset * self.block             # padding before it
+        self.right = -self.T % self.block
+        self.device, self.dtype = q.device, compute_dtype(q)
+
+    def queries(self, x):
+        """(B, H, Tq, ...) to tiles (N, block, ...)"""
+        return self.cut(F.pad(x, (0, 0) * (x.dim() - 3) + (self.left, self.right)))
+
+    def keys(self, x):
+        """(B, H, T, ...) to tiles (N, block, ...), the keys of a block dealt into planes"""
+        x = self.cut(F.pad(x, (0, 0) * (x.dim() - 3) + (0, self.right)))
+        return x.unflatten(1, (-1, PLANES)).transpose(1, 2).flatten(1, 2).contiguous()
+
+    def cut(self, x):
+        x = x.to(self.dtype).flatten(0, 1).unflatten(1, (-1, self.block))   # (B * H, blocks, block, ...)
+        return x.transpose(0, 1).flatten(0, 1).contiguous()
+
+    def uncut_queries(self, x, like):
+        return self.uncut(x)[:, :, self.left:self.left + self.Tq].to(like.dtype).contiguous()
+
+    def uncut_keys(self, x, like):
+        x = x.unflatten(1, (PLANES, -1)).transpose(1, 2).flatten(1, 2)
+        return self.uncut(x)[:, :, :self.T].to(like.dtype).contiguous()
+
+    def uncut(self, x):
+        x = x.unflatten(0, (-1, self.B * self.H)).transpose(0, 1).flatten(1, 2)
+        return x.unflatten(0, (self.B, self.H))
+
+    def rows(self, *shape):
+        """zeros for something kept per query"""
+        blocks = (self.left + self.Tq + self.right) // self.block
+        return torch.zeros(blocks * self.B * self.H, self.block, *shape, device=self.device, dtype=self.dtype)
+
+    def walk(self):
+        """(query tiles, key tiles, last visible key) for every step, right to left for each run of query tiles."""
+        BH, N = self.B * self.H, len(self.rows())
+        chunk = CHUNK if self.device.type == 'cpu' else 16 * CHUNK          # a GPU wants more to do at a time
+        row = torch.arange(self.block, device=self.device, dtype=self.dtype)
+        for start in range(0, N, chunk):
+            stop = min(start + chunk, N)
+            for d in range(self.offset + (stop - 1) // BH + 1):
+                lo = max(start, (d - self.offset) * BH)                     # query blocks with a key block d to the left
+                shift = (self.offset - d) * BH
+                yield slice(lo, stop), slice(lo + shift, stop + shift), row + d * self.block
+
+    def hashes(self, seed, dropout):
+        """what dropout_mask needs, as tiles: rows (N, block) and keys (N, block); without dropout, nothing of use"""
+        if not dropout:
+            return self.rows(), self.rows()
+        blocks = self.offset + len(self.rows()) // (self.B * self.H)
+        position = torch.arange(blocks * self.block, device=self.device).view(blocks, 1, self.block)
+        head = torch.arange(self.B * self.H, device=self.device).view(1, -1, 1)
+        rows = row_hash(seed, head, position[self.offset:]).flatten(0, 1)
+        keys = key_hash(position).expand(-1, self.B * self.H, -1).flatten(0, 1)
+        return rows, keys.unflatten(1, (-1, PLANES)).transpose(1, 2).flatten(1, 2).contiguous()
+
+
+# Custom operators: to torch.compile each is one opaque node, so that compiling a model does not unroll the walk into it.
+
+@torch.library.custom_op('nanotra::forward', mutates_args=())
+def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor, seed: torch.Tensor,
+                sparsity: bool, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (B, H, Tq, D), and the log of each query's sum of weights as tiles, for the backward pass"""
+    t = Tiling(q, k)
+    with torch.autocast(q.device.type, enabled=False):
+        tq, tg = t.queries(q) / math.sqrt(t.D), t.queries(log_gate)
+        tk, tv = t.keys(k), t.keys(v)
+        hash_q, hash_k = t.hashes(seed, dropout)
+        count, total, out = t.rows(), t.rows(), t.rows(t.D)
+        for i, j, last in t.walk():
+            scores = tq[i] @ tk[j].mT                                       # (tiles, block, block)
+            weights = forward_tile(scores, tg[i], count[i], total[i], last, hash_q[i], hash_k[j], sparsity, dropout)
+            out[i].baddbmm_(weights, tv[j])
+        empty = total == 0                                                  # rows that kept nothing output 0
+        out /= total.masked_fill(empty, 1)[..., None]
+        return t.uncut_queries(out, v), total.masked_fill(empty, 1).log()
+
+
+@torch.library.custom_op('nanotra::backward', mutates_args=())
+def tra_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor,
+                 seed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sparsity: bool, dropout: float
+                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k, v and log_gate: the same walk, every tile computed again from its inputs and lse."""
+    t = Tiling(q, k)
+    with torch.autocast(q.device.type, enabled=False):
+        tq, tg = t.queries(q) / math.sqrt(t.D), t.queries(log_gate)
+        tk, tv = t.keys(k), t.keys(v)
+        tdout, delta = t.queries(dout), t.queries((dout.to(t.dtype) * out.to(t.dtype)).sum(-1))
+        hash_q, hash_k = t.hashes(seed, dropout)
+        count, dq, dlog_gate = t.rows(), t.rows(t.D), t.rows()
+        dk, dv = torch.zeros_like(tk), torch.zeros_like(tv)
+        for i, j, last in t.walk():
+            scores = tq[i] @ tk[j].mT
+            dweights = tdout[i] @ tv[j].mT
+            weights, dlogits = backward_tile(scores, dweights, tg[i], count[i], lse[i], delta[i], dlog_gate[i], last,
+                                             hash_q[i], hash_k[j], sparsity, dropout)
+            dq[i].baddbmm_(dlogits, tk[j])
+            dk[j].baddbmm_(dlogits.mT, tq[i])
+            dv[j].baddbmm_(weights.mT, tdout[i])
+        return (t.uncut_queries(dq / math.sqrt(t.D), q), t.uncut_keys(dk, k), t.uncut_keys(dv, v),
+                t.uncut_queries(dlog_gate, log_gate))
+
+
+@tra_forward.register_fake
+def _(q, k, v, log_gate, seed, sparsity, dropout):
+    return torch.empty_like(v[:, :, :q.size(2)]).contiguous(), Tiling(q, k).rows()
+
+
+@tra_backward.register_fake
+def _(dout, q, k, v, log_gate, seed, out, lse, sparsity, dropout):
+    return tuple(torch.empty_like(x).contiguous() for x in (q, k, v, log_gate))
+
+
+def _save(ctx, inputs, output):
+    q, k, v, log_gate, seed, ctx.sparsity, ctx.dropout = inputs
+    ctx.save_for_backward(q, k, v, log_gate, seed, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx, dout, _):
+    return *tra_backward(dout, *ctx.saved_tensors, ctx.sparsity, ctx.dropout), None, None, None
+
+
+tra_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, seed=None):
+    """The result of tra_dense, in memory linear in T: what the model trains, evaluates and decodes with."""
+    D = q.size(-1)
+    if q.size(2) <= 16:  # cached decoding: for a few queries the formula is already linear in T, and shorter
+        return tra_dense(q, k, v, log_gate, sparsity, distance, dropout, seed)
+    if not distance:
+        log_gate = torch.zeros_like(log_gate)
+    if q.device.type == 'cpu' and not torch.compiler.is_compiling():  # on a GPU this would wait for the device
+        largest = float(q.detach().norm(dim=-1).max() * k.detach().norm(dim=-1).max()) / math.sqrt(D)
+        if largest > 80:
+            raise ValueError(f'scores may reach {largest:.0f}, and exp overflows beyond 80: RMS-normalise q and k')
+    if seed is None:
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    return tra_forward(q, k, v, log_gate, seed, sparsity, dropout)[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The baselines: q (B, H, Tq, D) the last queries of k, v (B, H, T, D); all causal, all with s_ij = q_i . k_j / sqrt(D)
+
+ROWS = 1024  # queries at a time where a baseline needs a matrix of its own, so that memory stays linear in T
+
+
+def row_chunks(q, k):
+    """(first, last + 1, i, j): query ranges, and the positions i (rows, 1) and j (1, keys) of the keys they may see."""
+    Tq, T = q.size(2), k.size(2)
+    for start in range(0, Tq, ROWS):
+        stop = min(start + ROWS, Tq)
+        i = torch.arange(T - Tq + start, T - Tq + stop, device=q.device)[:, None]
+        j = torch.arange(T - Tq + stop, device=q.device)[None, :]
+        yield start, stop, i, j
+
+
+def nope(q, k, v, dropout=0.0, bias=None):
+    """
+    Nothing but the causal mask, through torch's fused attention; bias(i, j), where given, is added to the scores.
+    """
+    if bias is None and q.size(2) == k.size(2):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+    out = []
+    for start, stop, i, j in row_chunks(q, k):
+        mask = j <= i
+        if bias is not None:
+            mask = bias(i, j).masked_fill(~mask, -math.inf).to(q.dtype)
+        keys = j.size(1)
+        out.append(F.scaled_dot_product_attention(q[:, :, start:stop], k[:, :, :keys], v[:, :, :keys], attn_mask=mask,
+                                                  dropout_p=dropout))
+    return torch.cat(out, 2)
+
+
+def rotate(x, start, theta):
+    """RoPE: pair m of position t turns by t theta^(-2m / D), so that q . k depends on the difference of positions."""
+    D, T = x.size(-1), x.size(2)
+    frequency = theta ** (-torch.arange(0, D, 2, device=x.device, dtype=torch.float32) / D)
+    angle = torch.arange(start, start + T, device=x.device, dtype=torch.float32)[:, None] * frequency  # (T, D / 2)
+    a, b = x.float().chunk(2, -1)  # pair m is (x_m, x_{m + D/2})
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).to(x.dtype)
+
+
+def alibi_slopes(H):
+    """2^(-8h / H), h = 1 .. H; otherwise those of the power of two below, then every other one of the power above."""
+    power = 2 ** math.floor(math.log2(H))
+    slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
+    return slopes + [2 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)][:H - power]
+
+
+def alibi(q, k, v, dropout=0.0):
+    """s_ij - m_h (i - j)"""
+    slope = torch.tensor(alibi_slopes(q.size(1)), device=q.device)[:, None, None]
+    return nope(q, k, v, dropout, bias=lambda i, j: slope * (j - i))
+
+
+def fot(q, k, v, decay, dropout=0.0):
+    """The Forgetting Transformer: s_ij + c_i - c_j, where decay c (B, H, T) is the running sum of log forget gates."""
+    decay = decay[..., None]
+    return nope(q, k, v, dropout, bias=lambda i, j: decay[:, :, i[:, 0]] - decay[:, :, j[0]].mT)
+
+
+def cope(q, k, v, table, dropout=0.0):
+    """
+    CoPE: the position of a key is the sum of gates sigmoid(s) from it to the query, p_ij = sum_{l=j..i} sigmoid(s_il), and
+    q_i . e[p_ij] is added to the score, between whole positions interpolated. table e (D, npos), shared by the heads.
+    """
+    out, npos = [], table.size(1)
+    for start, stop, i, j in row_chunks(q, k):
+        qi, keys = q[:, :, start:stop], j.size(1)
+        scores = (qi @ k[:, :, :keys].mT / math.sqrt(q.size(-1))).float()
+        gates = scores.sigmoid().masked_fill(j > i, 0)
+        position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=npos - 1)    # p_ij (B, H, rows, keys)
+        low, high = position.floor(), position.ceil()
+        at = (qi @ table.to(q.dtype)).float()                               # q_i . e[n] (B, H, rows, npos)
+        part = position - low
+        scores = scores + at.gather(-1, low.long()) * (1 - part) + at.gather(-1, high.long()) * part
+        weights = scores.masked_fill(j > i, -math.inf).softmax(-1).to(v.dtype)
+        out.append(F.dropout(weights, dropout) @ v[:, :, :keys])
+    return torch.cat(out, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The decoder
+
+class Cache:
+    """Keys, values and whatever else an attention keeps per token, in buffers that double when full."""
+
+    def __init__(self):
+        self.length, self.buffers = 0, None
+
+    def append(self, *new):
+        """Adds (B, H, t, ...) tensors and returns everything so far, each (B, H, length, ...)."""
+        stop = self.length + new[0].size(2)
+        if self.buffers is None or stop > self.buffers[0].size(2):
+            capacity = max(64, 2 * stop)
+            grown = [x.new_zeros(*x.shape[:2], capacity, *x.shape[3:]) for x in new]
+            for x, old in zip(grown, self.buffers or []):
+                x[:, :, :self.length] = old[:, :, :self.length]
+            self.buffers = grown
+        for x, y in zip(self.buffers, new):
+            x[:, :, self.length:stop] = y
+        self.length = stop
+        return [x[:, :, :stop] for x in self.buffers]
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        C, H = config.n_embd, config.n_head
+        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.proj = nn.Linear(C, C)
+        if config.attn in ('tra', 'fot'):
+            self.gate = nn.Linear(C, H)
+        if config.attn == 'cope':
+            self.table = nn.Parameter(torch.zeros(C // H, config.cope_npos))
+
+    def forward(self, x, cache=None):
+        c = self.config
+        B, T, C = x.shape
+        dropout = c.dropout if self.training else 0.0
+        q, k, v = (y.view(B, T, c.n_head, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))  # (B, H, T, D)
+        q, k = (F.rms_norm(y, y.shape[-1:], eps=1e-6).to(v.dtype) for y in (q, k))
+        start = cache.length if cache else 0
+        if c.attn == 'rope':
+            q, k = rotate(q, start, c.rope_theta), rotate(k, start, c.rope_theta)
+        kept = [k, v]
+        if c.attn in ('tra', 'fot'):
+            log_gate = F.logsigmoid(self.gate(x).float()).transpose(1, 2)                         # (B, H, T)
+        if c.attn == 'fot':  # its gates belong to the keys, so the cache holds them; TRA's belong to the query
+            before = cache.buffers[2][:, :, start - 1:start] if start else 0
+            kept.append(before + log_gate.cumsum(-1))
+        if cache is not None:
+            kept = cache.append(*kept)
+        k, v = kept[:2]
+        if c.attn == 'tra':
+            seed = torch.randint(2 ** 31, (), device=x.device) if dropout else None
+            y = tra_blockwise(q, k, v, log_gate, c.tra_sparsity, c.tra_distance, dropout, seed)
+        elif c.attn == 'alibi':
+            y = alibi(q, k, v, dropout)
+        elif c.attn == 'fot':
+            y = fot(q, k, v, kept[2], dropout)
+        elif c.attn == 'cope':
+            y = cope(q, k, v, self.table, dropout)
+        else:  # rope has turned q and k already
+            y = nope(q, k, v, dropout)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """SwiGLU: (W1 x) * silu(W2 x), then back."""
+
+    def __init__(self, config):
+        super().__init__()
+        hidden = config.mlp_ratio * config.n_embd
+        self.up = nn.Linear(config.n_embd, 2 * hidden)
+        self.down = nn.Linear(hidden, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        linear, gate = self.up(x).chunk(2, -1)
+        return self.down(self.dropout(linear * F.silu(gate)))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.pre_norm = config.pre_norm
+        self.norm1 = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.attn = Attention(config)
+        self.norm2 = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cache=None):
+        if self.pre_norm:
+            x = x + self.attn(self.norm1(x), cache)
+            return x + self.mlp(self.norm2(x))
+        x = self.norm1(x)
+        x = self.norm2(x + self.attn(x, cache))
+        return x + self.mlp(x)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        nn.init.uniform_(self.embed.weight, -0.01, 0.01)  # as the notebook; the rest has PyTorch's defaults
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, idx, targets=None, cache=None):
+        """
+        idx (B, T) -> logits (B, T, vocab_size), and the mean cross-entropy over the targets that are not -1 (or None).
+        cache, from new_cache(), makes idx the continuation of what it has seen.
+        """
+        logits = self.head(self.trunk(idx, cache))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+
+    def trunk(self, idx, cache=None):
+        """(B, T) -> (B, T, C): everything but the head"""
+        x = self.embed(idx)
+        for n, block in enumerate(self.blocks):
+            x = block(x, cache[n] if cache else None)
+        return self.norm(x)
+
+    def new_cache(self):
+        return [Cache() for _ in self.blocks]
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, chunk=1024):
+        """Continues idx (B, T) by max_new_tokens tokens; temperature 0 is greedy. Long prompts are read in chunks."""
+        if idx.size(1) == 0:
+            raise ValueError('generate needs at least one token to continue')
+        was_training = self.training
+        self.eval()
+        cache, new = self.new_cache(), idx
+        for _ in range(max_new_tokens):
+            for part in new.split(chunk, 1):
+                x = self.trunk(part, cache)
+            logits = self.head(x[:, -1]).float()  # (B, vocab_size)
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                logits = logits / temperature
+                if top_k is not None:
+                    least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                    logits = logits.masked_fill(logits < least, -math.inf)
+                new = torch.multinomial(logits.softmax(-1), 1)
+            idx = torch.cat([idx, new], 1)
+        self.train(was_training)
+        return idx
