@@ -79,32 +79,34 @@ def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, seed
     """
     B, H, Tq, D = q.shape
     T = k.size(2)
-    dtype = compute_dtype(q)  # bfloat16 cannot count past 256
+    dtype_out = v.dtype
+    q, k, v, log_gate = (widen(x) for x in (q, k, v, log_gate))
     if not distance:
         log_gate = torch.zeros_like(log_gate)
     i = torch.arange(T - Tq, T, device=q.device)[:, None]
     j = torch.arange(T, device=q.device)[None, :]
     with torch.autocast(q.device.type, enabled=False):
-        scores = q.to(dtype) @ k.to(dtype).mT / math.sqrt(D)                # s_ij     (B, H, Tq, T)
+        scores = q @ k.mT / math.sqrt(D)                                    # s_ij     (B, H, Tq, T)
         keep = (j <= i) & ((scores > 0) if sparsity else True)              # keep_ij  (B, H, Tq, T)
         keep = keep.expand_as(scores)
-        count = keep.to(dtype).flip(-1).cumsum(-1).flip(-1)                 # c_ij: kept keys from j rightwards
-        logits = scores + log_gate.to(dtype)[..., None] * count             # l_ij
+        count = keep.to(q.dtype).flip(-1).cumsum(-1).flip(-1)                 # c_ij: kept keys from j rightwards
+        logits = scores + log_gate[..., None] * count                       # l_ij
         logits = logits.masked_fill(~keep, -math.inf)
-        top = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(dtype).min)  # -inf only where nothing is kept
+        top = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)  # -inf where nothing is kept
         weights = torch.exp(logits - top)
         total = weights.sum(-1, keepdim=True)
         weights = weights / total.masked_fill(total == 0, 1)                # a_ij; a row that keeps nothing stays 0
         dropped = weights
         if dropout:
             head = torch.arange(B * H, device=q.device).view(B, H, 1, 1)
-            dropped = weights * dropout_mask(row_hash(seed, head, i), key_hash(j), dropout, dtype)
-        out = (dropped @ v.to(dtype)).to(v.dtype)                           # o_i      (B, H, Tq, D)
+            dropped = weights * dropout_mask(row_hash(seed, head, i), key_hash(j), dropout, q.dtype)
+        out = (dropped @ v).to(dtype_out)                                   # o_i      (B, H, Tq, D)
     return (out, {'keep': keep, 'count': count, 'weights': weights}) if return_parts else out
 
 
-def compute_dtype(x):
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def widen(x):
+    """bfloat16 and float16 to float32: 16 bits cannot count past 256 (or 2048)"""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 # Dropout without storing a T x T mask: whether a weight is dropped is a hash of (seed, head, query, key), so that the
@@ -151,26 +153,31 @@ def dropout_mask(rows, keys, dropout, dtype):
 
 PLANES = 8
 CHUNK = 32
+FEW = 16  # up to so many queries, as in cached decoding, the formula itself is linear in T, and quicker
 
 
 def compiled(function):
-    """torch.compile, or the plain function and one warning where the machine has no compiler."""
-    run = torch.compile(function, recompile_limit=64)
+    """torch.compile, or the plain function, after one warning, where the machine has no compiler."""
+    fast = torch.compile(function, recompile_limit=64)
 
     @functools.wraps(function)
     def call(*args):
-        nonlocal run
+        if compiled.broken:
+            return function(*args)
         for x in args:  # the number of tiles varies along the walk: compile once for all of them
             if isinstance(x, torch.Tensor) and x.dim() > 1:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
         try:
-            return run(*args)
+            return fast(*args)
         except torch._dynamo.exc.TorchDynamoException as error:
+            compiled.broken = True
             warnings.warn(f'torch.compile does not work here, so the TRA kernel runs uncompiled and slower '
-                          f'({type(error).__name__}: {str(error).strip().splitlines()[0]})', stacklevel=2)
-            run = function
-            return run(*args)
+                          f'({type(error).__name__}: {str(error).strip().splitlines()[0]})')
+            return function(*args)
     return call
+
+
+compiled.broken = False
 
 
 def count_kept(scores, count, last, sparsity):
@@ -254,7 +261,7 @@ class Tiling:
         self.offset = (self.T - self.Tq) // self.block                      # the block of the first query
         self.left = self.T - self.Tq - self.offset * self.block             # padding before it
         self.right = -self.T % self.block
-        self.device, self.dtype = q.device, compute_dtype(q)
+        self.device, self.dtype = q.device, widen(q).dtype
 
     def queries(self, x):
         """(B, H, Tq, ...) to tiles (N, block, ...)"""
@@ -319,6 +326,9 @@ def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: tor
     with torch.autocast(q.device.type, enabled=False):
         tq, tg = t.queries(q) / math.sqrt(t.D), t.queries(log_gate)
         tk, tv = t.keys(k), t.keys(v)
+        largest = tq.norm(dim=-1).max() * tk.norm(dim=-1).max()             # of all scores, by Cauchy-Schwarz
+        if q.device.type == 'cpu' and largest > 80:                         # to look, on a GPU, would be to wait for it
+            raise ValueError(f'scores may reach {largest:.0f}, and exp overflows beyond 80: RMS-normalise q and k')
         hash_q, hash_k = t.hashes(seed, dropout)
         count, total, out = t.rows(), t.rows(), t.rows(t.D)
         for i, j, last in t.walk():
@@ -339,7 +349,7 @@ def tra_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
     with torch.autocast(q.device.type, enabled=False):
         tq, tg = t.queries(q) / math.sqrt(t.D), t.queries(log_gate)
         tk, tv = t.keys(k), t.keys(v)
-        tdout, delta = t.queries(dout), t.queries((dout.to(t.dtype) * out.to(t.dtype)).sum(-1))
+        tdout, delta = t.queries(dout), t.queries((widen(dout) * widen(out)).sum(-1))
         hash_q, hash_k = t.hashes(seed, dropout)
         count, dq, dlog_gate = t.rows(), t.rows(t.D), t.rows()
         dk, dv = torch.zeros_like(tk), torch.zeros_like(tv)
@@ -380,15 +390,10 @@ tra_forward.register_autograd(_gradients, setup_context=_save)
 
 def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, seed=None):
     """The result of tra_dense, in memory linear in T: what the model trains, evaluates and decodes with."""
-    D = q.size(-1)
-    if q.size(2) <= 16:  # cached decoding: for a few queries the formula is already linear in T, and shorter
+    if q.size(2) <= FEW:
         return tra_dense(q, k, v, log_gate, sparsity, distance, dropout, seed)
     if not distance:
         log_gate = torch.zeros_like(log_gate)
-    if q.device.type == 'cpu' and not torch.compiler.is_compiling():  # on a GPU this would wait for the device
-        largest = float(q.detach().norm(dim=-1).max() * k.detach().norm(dim=-1).max()) / math.sqrt(D)
-        if largest > 80:
-            raise ValueError(f'scores may reach {largest:.0f}, and exp overflows beyond 80: RMS-normalise q and k')
     if seed is None:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
     return tra_forward(q, k, v, log_gate, seed, sparsity, dropout)[0]
@@ -430,9 +435,9 @@ def nope(q, k, v, dropout=0.0, bias=None):
 def rotate(x, start, theta):
     """RoPE: pair m of position t turns by t theta^(-2m / D), so that q . k depends on the difference of positions."""
     D, T = x.size(-1), x.size(2)
-    frequency = theta ** (-torch.arange(0, D, 2, device=x.device, dtype=torch.float32) / D)
-    angle = torch.arange(start, start + T, device=x.device, dtype=torch.float32)[:, None] * frequency  # (T, D / 2)
-    a, b = x.float().chunk(2, -1)  # pair m is (x_m, x_{m + D/2})
+    a, b = widen(x).chunk(2, -1)  # pair m is (x_m, x_{m + D/2})
+    frequency = theta ** (-torch.arange(0, D, 2, device=x.device, dtype=a.dtype) / D)
+    angle = torch.arange(start, start + T, device=x.device, dtype=a.dtype)[:, None] * frequency  # (T, D / 2)
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).to(x.dtype)
 
 
@@ -445,7 +450,7 @@ def alibi_slopes(H):
 
 def alibi(q, k, v, dropout=0.0):
     """s_ij - m_h (i - j)"""
-    slope = torch.tensor(alibi_slopes(q.size(1)), device=q.device)[:, None, None]
+    slope = torch.tensor(alibi_slopes(q.size(1)), device=q.device, dtype=widen(q).dtype)[:, None, None]
     return nope(q, k, v, dropout, bias=lambda i, j: slope * (j - i))
 
 
@@ -463,11 +468,11 @@ def cope(q, k, v, table, dropout=0.0):
     out, npos = [], table.size(1)
     for start, stop, i, j in row_chunks(q, k):
         qi, keys = q[:, :, start:stop], j.size(1)
-        scores = (qi @ k[:, :, :keys].mT / math.sqrt(q.size(-1))).float()
+        scores = widen(qi @ k[:, :, :keys].mT / math.sqrt(q.size(-1)))
         gates = scores.sigmoid().masked_fill(j > i, 0)
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=npos - 1)    # p_ij (B, H, rows, keys)
         low, high = position.floor(), position.ceil()
-        at = (qi @ table.to(q.dtype)).float()                               # q_i . e[n] (B, H, rows, npos)
+        at = widen(qi @ table.to(q.dtype))                                  # q_i . e[n] (B, H, rows, npos)
         part = position - low
         scores = scores + at.gather(-1, low.long()) * (1 - part) + at.gather(-1, high.long()) * part
         weights = scores.masked_fill(j > i, -math.inf).softmax(-1).to(v.dtype)
@@ -522,7 +527,7 @@ class Attention(nn.Module):
             q, k = rotate(q, start, c.rope_theta), rotate(k, start, c.rope_theta)
         kept = [k, v]
         if c.attn in ('tra', 'fot'):
-            log_gate = F.logsigmoid(self.gate(x).float()).transpose(1, 2)                         # (B, H, T)
+            log_gate = F.logsigmoid(widen(self.gate(x))).transpose(1, 2)                         # (B, H, T)
         if c.attn == 'fot':  # its gates belong to the keys, so the cache holds them; TRA's belong to the query
             before = cache.buffers[2][:, :, start - 1:start] if start else 0
             kept.append(before + log_gate.cumsum(-1))
@@ -595,7 +600,7 @@ class Decoder(nn.Module):
         logits = self.head(self.trunk(idx, cache))
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        return logits, F.cross_entropy(widen(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def trunk(self, idx, cache=None):
         """(B, T) -> (B, T, C): everything but the head"""
