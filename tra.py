@@ -153,6 +153,7 @@ def dropout_mask(rows, keys, dropout, dtype):
 
 PLANES = 8
 CHUNK = 32
+FIRST_CHECK = {'cpu': 1, 'cuda': 8, 'mps': 8}  # the first step after which the early exit is considered, then 2, 4, 8 ...
 FEW = 16  # up to so many queries, as in cached decoding, the formula itself is linear in T, and quicker
 
 
@@ -212,8 +213,8 @@ def dropout_masks(rows, keys, dropout, dtype):
 
 
 @compiled
-def forward_tile(scores, log_gate, count, total, last, rows, keys, sparsity, dropout):
-    """The unnormalised weights of a tile (N, block, block), dropout applied; adds to count and total."""
+def forward_tile(scores, log_gate, count, last, rows, keys, sparsity, dropout):
+    """A tile's unnormalised weights (N, block, block), dropout applied; by query, their sum before dropout and keys kept."""
     planes, keep, counts, kept = count_kept(scores, count, last, sparsity)
     masks = dropout_masks(rows, keys, dropout, scores.dtype)
     weights, sums = [], 0
@@ -221,16 +222,14 @@ def forward_tile(scores, log_gate, count, total, last, rows, keys, sparsity, dro
         weight = torch.where(stay, torch.exp(s + log_gate[..., None] * (c - 1)), 0.0)
         weights.append(weight * mask)
         sums = sums + weight
-    count += kept
-    total += sums.sum(-1)
-    return torch.stack(weights, 2).flatten(2)
+    return torch.stack(weights, 2).flatten(2), sums.sum(-1), kept
 
 
 @compiled
-def backward_tile(scores, dweights, log_gate, count, lse, delta, dlog_gate, last, rows, keys, sparsity, dropout):
+def backward_tile(scores, dweights, log_gate, count, lse, delta, last, rows, keys, sparsity, dropout):
     """
-    The weights a_ij of a tile again, dropout applied, and dl_ij = a_ij (dO_i . v_j - delta_i) with delta_i = dO_i . O_i;
-    adds to count and to the gate's gradient, sum_j dl_ij c_ij (c or c - 1: the dl of a row sum to 0).
+    A tile's weights a_ij again, dropout applied, and dl_ij = a_ij (dO_i . v_j - delta_i) with delta_i = dO_i . O_i; by query,
+    the gate's gradient sum_j dl_ij c_ij (c or c - 1: the dl of a row sum to 0) and keys kept.
     """
     planes, keep, counts, kept = count_kept(scores, count, last, sparsity)
     masks = dropout_masks(rows, keys, dropout, scores.dtype)
@@ -241,9 +240,7 @@ def backward_tile(scores, dweights, log_gate, count, lse, delta, dlog_gate, last
         weights.append(weight * mask)
         dlogits.append(dlogit)
         sums = sums + dlogit * (c - 1)
-    count += kept
-    dlog_gate += sums.sum(-1)
-    return torch.stack(weights, 2).flatten(2), torch.stack(dlogits, 2).flatten(2)
+    return torch.stack(weights, 2).flatten(2), torch.stack(dlogits, 2).flatten(2), sums.sum(-1), kept
 
 
 class Tiling:
@@ -257,10 +254,12 @@ class Tiling:
     def __init__(self, q, k):
         self.B, self.H, self.Tq, self.D = q.shape
         self.T = k.size(2)
+        self.BH = self.B * self.H
         self.block = 128 if self.T > 128 else 64
         self.offset = (self.T - self.Tq) // self.block                      # the block of the first query
         self.left = self.T - self.Tq - self.offset * self.block             # padding before it
         self.right = -self.T % self.block
+        self.N = (self.left + self.Tq + self.right) // self.block * self.BH
         self.device, self.dtype = q.device, widen(q).dtype
 
     def queries(self, x):
@@ -268,13 +267,19 @@ class Tiling:
         return self.cut(F.pad(x, (0, 0) * (x.dim() - 3) + (self.left, self.right)))
 
     def keys(self, x):
-        """(B, H, T, ...) to tiles (N, block, ...), the keys of a block dealt into planes"""
-        x = self.cut(F.pad(x, (0, 0) * (x.dim() - 3) + (0, self.right)))
-        return x.unflatten(1, (-1, PLANES)).transpose(1, 2).flatten(1, 2).contiguous()
+        """(B, H, T, ...) to tiles, the keys of a block dealt into planes"""
+        return self.deal(self.cut(F.pad(x, (0, 0) * (x.dim() - 3) + (0, self.right))))
 
     def cut(self, x):
         x = x.to(self.dtype).flatten(0, 1).unflatten(1, (-1, self.block))   # (B * H, blocks, block, ...)
         return x.transpose(0, 1).flatten(0, 1).contiguous()
+
+    def deal(self, x):
+        return x.unflatten(1, (-1, PLANES)).transpose(1, 2).flatten(1, 2).contiguous()
+
+    def uncut(self, x):
+        x = x.unflatten(0, (-1, self.BH)).transpose(0, 1).flatten(1, 2)
+        return x.unflatten(0, (self.B, self.H))
 
     def uncut_queries(self, x, like):
         return self.uncut(x)[:, :, self.left:self.left + self.Tq].to(like.dtype).contiguous()
@@ -283,45 +288,76 @@ class Tiling:
         x = x.unflatten(1, (PLANES, -1)).transpose(1, 2).flatten(1, 2)
         return self.uncut(x)[:, :, :self.T].to(like.dtype).contiguous()
 
-    def uncut(self, x):
-        x = x.unflatten(0, (-1, self.B * self.H)).transpose(0, 1).flatten(1, 2)
-        return x.unflatten(0, (self.B, self.H))
-
     def rows(self, *shape):
         """zeros for something kept per query"""
-        blocks = (self.left + self.Tq + self.right) // self.block
-        return torch.zeros(blocks * self.B * self.H, self.block, *shape, device=self.device, dtype=self.dtype)
-
-    def walk(self):
-        """(query tiles, key tiles, last visible key) for every step, right to left for each run of query tiles."""
-        BH, N = self.B * self.H, len(self.rows())
-        chunk = CHUNK if self.device.type == 'cpu' else 16 * CHUNK          # a GPU wants more to do at a time
-        row = torch.arange(self.block, device=self.device, dtype=self.dtype)
-        for start in range(0, N, chunk):
-            stop = min(start + chunk, N)
-            for d in range(self.offset + (stop - 1) // BH + 1):
-                lo = max(start, (d - self.offset) * BH)                     # query blocks with a key block d to the left
-                shift = (self.offset - d) * BH
-                yield slice(lo, stop), slice(lo + shift, stop + shift), row + d * self.block
+        return torch.zeros(self.N, self.block, *shape, device=self.device, dtype=self.dtype)
 
     def hashes(self, seed, dropout):
-        """what dropout_mask needs, as tiles: rows (N, block) and keys (N, block); without dropout, nothing of use"""
+        """a function of (query tiles, key tiles) to what dropout_mask needs: rows (N, block) and keys (N, block)"""
         if not dropout:
-            return self.rows(), self.rows()
-        blocks = self.offset + len(self.rows()) // (self.B * self.H)
+            return lambda i, j: (None, None)
+        blocks = self.offset + self.N // self.BH
         position = torch.arange(blocks * self.block, device=self.device).view(blocks, 1, self.block)
-        head = torch.arange(self.B * self.H, device=self.device).view(1, -1, 1)
+        head = torch.arange(self.BH, device=self.device).view(1, -1, 1)
         rows = row_hash(seed, head, position[self.offset:]).flatten(0, 1)
-        keys = key_hash(position).expand(-1, self.B * self.H, -1).flatten(0, 1)
-        return rows, keys.unflatten(1, (-1, PLANES)).transpose(1, 2).flatten(1, 2).contiguous()
+        keys = self.deal(key_hash(position).expand(-1, self.BH, -1).flatten(0, 1))
+        return lambda i, j: (rows[i], keys[j])
+
+    def full_reach(self):
+        """how many key blocks each query tile has to visit, itself included; on the CPU, because it steers the walk"""
+        return self.offset + 1 + torch.arange(self.N) // self.BH
+
+    def walk(self, reach):
+        """
+        Yields (query tiles, key tiles, last visible key, d) for every step, right to left for each run of query tiles. Tiles
+        are slices where they lie side by side, else indices. The caller may lower `reach` on the way: see `can_stop`.
+        """
+        chunk = CHUNK if self.device.type == 'cpu' else 16 * CHUNK          # a GPU wants more to do at a time
+        row = torch.arange(self.block, device=self.device, dtype=self.dtype)
+        for start in range(0, self.N, chunk):
+            d = 0
+            while len(i := (reach[start:start + chunk] > d).nonzero()[:, 0]):
+                lo, hi = start + int(i[0]), start + int(i[-1]) + 1
+                shift = (self.offset - d) * self.BH                         # from a query's tile to the key tile d to its left
+                if hi - lo == len(i):
+                    yield slice(lo, hi), slice(lo + shift, hi + shift), row + d * self.block, d
+                else:
+                    i = (i + start).to(self.device)
+                    yield i, i + shift, row + d * self.block, d
+                d += 1
+
+
+def add_matmul(x, i, a, b):
+    """x[i] += a @ b, without a copy where the tiles i are a slice"""
+    if isinstance(i, slice):
+        x[i].baddbmm_(a, b)
+    else:
+        x[i] = torch.baddbmm(x[i], a, b)
+
+
+def log_tail(q, k, log_gate, t):
+    """
+    The early exit. Query i has kept c keys so far; those it keeps further left have the distinct counts c + 1, c + 2, ..., and no
+    score exceeds bound = |q_i| max |k| / sqrt(D). So all the weight still to come, however long the sequence, is at most
+
+        exp(bound) (e^{g c} + e^{g (c+1)} + ...)  =  exp(bound + g c) / (1 - e^g)          (l = s + g (c - 1), as above)
+
+    When that is below rounding for every query of a tile, the rest of the walk cannot change its result: it stops. Heads that
+    forget cost O(T). Returns log(exp(bound) / (1 - e^g)) by query, tiles (N, block), to which g c is to be added.
+    """
+    longest = k.norm(dim=-1).unflatten(0, (-1, t.BH)).amax((0, 2))          # (B * H)
+    bound = q.norm(dim=-1) * longest.repeat(t.N // t.BH)[:, None]           # q is already divided by sqrt(D)
+    tail = bound - torch.log(-torch.expm1(log_gate))                        # +inf for g = 0, which never forgets
+    real = t.queries(torch.ones(t.B, t.H, t.Tq, device=q.device))
+    return tail.masked_fill(real == 0, -math.inf)                           # nobody waits for the padding
 
 
 # Custom operators: to torch.compile each is one opaque node, so that compiling a model does not unroll the walk into it.
 
 @torch.library.custom_op('nanotra::forward', mutates_args=())
 def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor, seed: torch.Tensor,
-                sparsity: bool, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (B, H, Tq, D), and the log of each query's sum of weights as tiles, for the backward pass"""
+                sparsity: bool, dropout: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out (B, H, Tq, D); and by tile, for the backward pass, the log of each query's sum of weights, and the reach."""
     t = Tiling(q, k)
     with torch.autocast(q.device.type, enabled=False):
         tq, tg = t.queries(q) / math.sqrt(t.D), t.queries(log_gate)
@@ -329,59 +365,68 @@ def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: tor
         largest = tq.norm(dim=-1).max() * tk.norm(dim=-1).max()             # of all scores, by Cauchy-Schwarz
         if q.device.type == 'cpu' and largest > 80:                         # to look, on a GPU, would be to wait for it
             raise ValueError(f'scores may reach {largest:.0f}, and exp overflows beyond 80: RMS-normalise q and k')
-        hash_q, hash_k = t.hashes(seed, dropout)
+        hashes = t.hashes(seed, dropout)
         count, total, out = t.rows(), t.rows(), t.rows(t.D)
-        for i, j, last in t.walk():
+        tail, reach, rounding = log_tail(tq, tk, tg, t), t.full_reach(), math.log(torch.finfo(t.dtype).eps / 64)
+        for i, j, last, d in t.walk(reach):
             scores = tq[i] @ tk[j].mT                                       # (tiles, block, block)
-            weights = forward_tile(scores, tg[i], count[i], total[i], last, hash_q[i], hash_k[j], sparsity, dropout)
-            out[i].baddbmm_(weights, tv[j])
+            weights, sums, kept = forward_tile(scores, tg[i], count[i], last, *hashes(i, j), sparsity, dropout)
+            add_matmul(out, i, weights, tv[j])
+            count[i] += kept
+            total[i] += sums
+            if d >= FIRST_CHECK[q.device.type] and d & (d - 1) == 0:        # rarely: a check costs, on a GPU a wait
+                done = (tail[i] + tg[i] * count[i] <= rounding + total[i].log()).all(1).cpu()
+                reach[i] = torch.where(done, reach[i].clamp(max=d + 1), reach[i])
         empty = total == 0                                                  # rows that kept nothing output 0
         out /= total.masked_fill(empty, 1)[..., None]
-        return t.uncut_queries(out, v), total.masked_fill(empty, 1).log()
+        return t.uncut_queries(out, v), total.masked_fill(empty, 1).log(), reach
 
 
 @torch.library.custom_op('nanotra::backward', mutates_args=())
 def tra_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor,
-                 seed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sparsity: bool, dropout: float
-                 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+                 seed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, reach: torch.Tensor, sparsity: bool,
+                 dropout: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k, v and log_gate: the same walk, every tile computed again from its inputs and lse."""
     t = Tiling(q, k)
     with torch.autocast(q.device.type, enabled=False):
         tq, tg = t.queries(q) / math.sqrt(t.D), t.queries(log_gate)
         tk, tv = t.keys(k), t.keys(v)
         tdout, delta = t.queries(dout), t.queries((widen(dout) * widen(out)).sum(-1))
-        hash_q, hash_k = t.hashes(seed, dropout)
+        hashes = t.hashes(seed, dropout)
         count, dq, dlog_gate = t.rows(), t.rows(t.D), t.rows()
         dk, dv = torch.zeros_like(tk), torch.zeros_like(tv)
-        for i, j, last in t.walk():
+        for i, j, last, _ in t.walk(reach):
             scores = tq[i] @ tk[j].mT
             dweights = tdout[i] @ tv[j].mT
-            weights, dlogits = backward_tile(scores, dweights, tg[i], count[i], lse[i], delta[i], dlog_gate[i], last,
-                                             hash_q[i], hash_k[j], sparsity, dropout)
-            dq[i].baddbmm_(dlogits, tk[j])
-            dk[j].baddbmm_(dlogits.mT, tq[i])
-            dv[j].baddbmm_(weights.mT, tdout[i])
+            weights, dlogits, sums, kept = backward_tile(scores, dweights, tg[i], count[i], lse[i], delta[i], last,
+                                                         *hashes(i, j), sparsity, dropout)
+            add_matmul(dq, i, dlogits, tk[j])
+            add_matmul(dk, j, dlogits.mT, tq[i])
+            add_matmul(dv, j, weights.mT, tdout[i])
+            dlog_gate[i] += sums
+            count[i] += kept
         return (t.uncut_queries(dq / math.sqrt(t.D), q), t.uncut_keys(dk, k), t.uncut_keys(dv, v),
                 t.uncut_queries(dlog_gate, log_gate))
 
 
 @tra_forward.register_fake
 def _(q, k, v, log_gate, seed, sparsity, dropout):
-    return torch.empty_like(v[:, :, :q.size(2)]).contiguous(), Tiling(q, k).rows()
+    t = Tiling(q, k)
+    return torch.empty_like(v[:, :, :q.size(2)]).contiguous(), t.rows(), t.full_reach()
 
 
 @tra_backward.register_fake
-def _(dout, q, k, v, log_gate, seed, out, lse, sparsity, dropout):
+def _(dout, q, k, v, log_gate, seed, out, lse, reach, sparsity, dropout):
     return tuple(torch.empty_like(x).contiguous() for x in (q, k, v, log_gate))
 
 
 def _save(ctx, inputs, output):
     q, k, v, log_gate, seed, ctx.sparsity, ctx.dropout = inputs
     ctx.save_for_backward(q, k, v, log_gate, seed, *output)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _gradients(ctx, dout, _):
+def _gradients(ctx, dout, *_):
     return *tra_backward(dout, *ctx.saved_tensors, ctx.sparsity, ctx.dropout), None, None, None
 
 
