@@ -131,8 +131,9 @@ def test_compiled_kernel_equals_dense(T):
 
 
 @pytest.mark.parametrize('T, Tq', [(65, 1), (65, 64), (300, 17), (300, 128), (300, 299), (513, 200)])
-def test_fewer_queries_than_keys(T, Tq, eager, monkeypatch):
-    monkeypatch.setattr(tra, 'FEW', 0)
+@pytest.mark.parametrize('few', [0, 16, 1000])  # the tiles, both, the short way of decoding
+def test_fewer_queries_than_keys(T, Tq, few, eager, monkeypatch):
+    monkeypatch.setattr(tra, 'FEW', few)
     xs = inputs(1, 2, T, 4, seed=T + Tq, Tq=Tq)
     dout = torch.randn_like(xs[0])
     expected = loop_tra_heads(xs, dout)
@@ -195,12 +196,16 @@ def test_large_scores_are_refused(eager):
         tra_blockwise(q * 20, k * 20, v, log_gate)
 
 
-@pytest.mark.parametrize('switches', SWITCHES, ids=['tra', 'no distance', 'no sparsity'])
-@pytest.mark.parametrize('gates', ['never', 'slow', 'fast', 'at once', 'one stubborn row', 'one stubborn head', 'mixed'])
-@pytest.mark.parametrize('scale', [0.3, 1.0, 2.5])
-def test_early_exit_changes_nothing(gates, scale, switches, eager):
+GATES = ['never', 'slow', 'fast', 'at once', 'one stubborn row', 'one stubborn head', 'mixed']
+
+
+@pytest.mark.parametrize('gates, scale, few, switches',
+                         [(g, scale, 0, {}) for g in GATES for scale in (0.3, 1.0, 2.5)] +
+                         [(g, 1.0, 1000, {}) for g in GATES] + [('mixed', 1.0, few, {'sparsity': False}) for few in (0, 1000)])
+def test_early_exit_changes_nothing(gates, scale, few, switches, eager, monkeypatch):
     """the tail that is left out is below rounding: equal to the full formula, whatever the gates and the size of q and k"""
-    T = 1300
+    monkeypatch.setattr(tra, 'FEW', few)
+    T = 700
     q, k, v, log_gate = inputs(2, 2, T, 8, seed=3)
     with torch.no_grad():
         q *= scale
@@ -208,7 +213,7 @@ def test_early_exit_changes_nothing(gates, scale, switches, eager):
         log_gate.copy_({'never': torch.zeros(T), 'slow': torch.full((T,), -0.01), 'fast': torch.full((T,), -2.0),
                         'at once': torch.full((T,), -50.0), 'mixed': -torch.logspace(-4, 2, T)}.get(gates, torch.full((T,), -2.0)))
         if gates == 'one stubborn row':
-            log_gate[0, 0, 1100] = -1e-4
+            log_gate[0, 0, 690] = -1e-4
         if gates == 'one stubborn head':
             log_gate[1, 1] = -1e-4
     xs, dout = [q, k, v, log_gate], torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
@@ -220,7 +225,7 @@ def test_early_exit_changes_nothing(gates, scale, switches, eager):
 def test_early_exit_happens(eager):
     """by tile: heads that forget stop, one stubborn row keeps only its own tile going, rows with no key yet go on"""
     q, k, v, log_gate = inputs(1, 2, 2048, 8)
-    reach = lambda g: tra.tra_forward(q, k, v, g, torch.tensor(0), True, 0.0)[2].view(16, 2)
+    reach = lambda g: tra.tra_forward(q, k, v, g, torch.tensor(0), True, 0.0, 8 ** 0.5)[2].view(16, 2)
     full = torch.arange(1, 17)[:, None].expand(16, 2)
     assert torch.equal(reach(torch.full_like(log_gate, 0.0)), full)
     forgets = torch.full_like(log_gate, -3.0)

@@ -154,16 +154,16 @@ def dropout_mask(rows, keys, dropout, dtype):
 PLANES = 8
 CHUNK = 32
 FIRST_CHECK = {'cpu': 1, 'cuda': 8, 'mps': 8}  # the first step after which the early exit is considered, then 2, 4, 8 ...
-FEW = 16  # up to so many queries, as in cached decoding, the formula itself is linear in T, and quicker
+FEW = 16  # up to so many queries, as in cached decoding, no tiles are cut: see tra_few
 
 
 def compiled(function):
     """torch.compile, or the plain function, after one warning, where the machine has no compiler."""
-    fast = torch.compile(function, recompile_limit=64)
+    fast = torch.compile(function, dynamic=False, recompile_limit=64)
 
     @functools.wraps(function)
     def call(*args):
-        if compiled.broken:
+        if compiled.broken or len(args[0]) == 1:  # torch.compile would compile once more for a lone tile
             return function(*args)
         for x in args:  # the number of tiles varies along the walk: compile once for all of them
             if isinstance(x, torch.Tensor) and x.dim() > 1:
@@ -335,39 +335,34 @@ def add_matmul(x, i, a, b):
         x[i] = torch.baddbmm(x[i], a, b)
 
 
-def log_tail(q, k, log_gate, t):
-    """
-    The early exit. Query i has kept c keys so far; those it keeps further left have the distinct counts c + 1, c + 2, ..., and no
-    score exceeds bound = |q_i| max |k| / sqrt(D). So all the weight still to come, however long the sequence, is at most
+# The early exit. Query i has kept c keys so far; those it keeps further left have the distinct counts c + 1, c + 2, ..., and no
+# score exceeds a bound (|q_i| |k_j| / sqrt(D), which is sqrt(D) for normalised q and k). So all the weight still to come,
+# however long the sequence, is at most
+#
+#     exp(bound) (e^{g c} + e^{g (c+1)} + ...)  =  exp(bound + g c) / (1 - e^g)              (l = s + g (c - 1), as above)
+#
+# Once that is below rounding beside the sum so far, the rest of the walk cannot change the result and is left out: heads
+# that forget cost O(T), not O(T^2). It is the same bound that makes lengths hold, see the top of this file.
 
-        exp(bound) (e^{g c} + e^{g (c+1)} + ...)  =  exp(bound + g c) / (1 - e^g)          (l = s + g (c - 1), as above)
-
-    When that is below rounding for every query of a tile, the rest of the walk cannot change its result: it stops. Heads that
-    forget cost O(T). Returns log(exp(bound) / (1 - e^g)) by query, tiles (N, block), to which g c is to be added.
-    """
-    longest = k.norm(dim=-1).unflatten(0, (-1, t.BH)).amax((0, 2))          # (B * H)
-    bound = q.norm(dim=-1) * longest.repeat(t.N // t.BH)[:, None]           # q is already divided by sqrt(D)
-    tail = bound - torch.log(-torch.expm1(log_gate))                        # +inf for g = 0, which never forgets
-    real = t.queries(torch.ones(t.B, t.H, t.Tq, device=q.device))
-    return tail.masked_fill(real == 0, -math.inf)                           # nobody waits for the padding
+def finished(bound, log_gate, count, total):
+    """For each query: is all that is left below rounding? (g = 0, and a query that has kept nothing yet, never are.)"""
+    tail = bound + log_gate * count - torch.log(-torch.expm1(log_gate))
+    return tail <= torch.log(total) + math.log(torch.finfo(total.dtype).eps / 64)
 
 
 # Custom operators: to torch.compile each is one opaque node, so that compiling a model does not unroll the walk into it.
 
 @torch.library.custom_op('nanotra::forward', mutates_args=())
 def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor, seed: torch.Tensor,
-                sparsity: bool, dropout: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                sparsity: bool, dropout: float, bound: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (B, H, Tq, D); and by tile, for the backward pass, the log of each query's sum of weights, and the reach."""
     t = Tiling(q, k)
     with torch.autocast(q.device.type, enabled=False):
         tq, tg = t.queries(q) / math.sqrt(t.D), t.queries(log_gate)
         tk, tv = t.keys(k), t.keys(v)
-        largest = tq.norm(dim=-1).max() * tk.norm(dim=-1).max()             # of all scores, by Cauchy-Schwarz
-        if q.device.type == 'cpu' and largest > 80:                         # to look, on a GPU, would be to wait for it
-            raise ValueError(f'scores may reach {largest:.0f}, and exp overflows beyond 80: RMS-normalise q and k')
         hashes = t.hashes(seed, dropout)
         count, total, out = t.rows(), t.rows(), t.rows(t.D)
-        tail, reach, rounding = log_tail(tq, tk, tg, t), t.full_reach(), math.log(torch.finfo(t.dtype).eps / 64)
+        reach, padding = t.full_reach(), t.queries(torch.ones_like(log_gate)) == 0
         for i, j, last, d in t.walk(reach):
             scores = tq[i] @ tk[j].mT                                       # (tiles, block, block)
             weights, sums, kept = forward_tile(scores, tg[i], count[i], last, *hashes(i, j), sparsity, dropout)
@@ -375,7 +370,7 @@ def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: tor
             count[i] += kept
             total[i] += sums
             if d >= FIRST_CHECK[q.device.type] and d & (d - 1) == 0:        # rarely: a check costs, on a GPU a wait
-                done = (tail[i] + tg[i] * count[i] <= rounding + total[i].log()).all(1).cpu()
+                done = (finished(bound, tg[i], count[i], total[i]) | padding[i]).all(1).cpu()
                 reach[i] = torch.where(done, reach[i].clamp(max=d + 1), reach[i])
         empty = total == 0                                                  # rows that kept nothing output 0
         out /= total.masked_fill(empty, 1)[..., None]
@@ -410,7 +405,7 @@ def tra_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
 
 
 @tra_forward.register_fake
-def _(q, k, v, log_gate, seed, sparsity, dropout):
+def _(q, k, v, log_gate, seed, sparsity, dropout, bound):
     t = Tiling(q, k)
     return torch.empty_like(v[:, :, :q.size(2)]).contiguous(), t.rows(), t.full_reach()
 
@@ -421,27 +416,58 @@ def _(dout, q, k, v, log_gate, seed, out, lse, reach, sparsity, dropout):
 
 
 def _save(ctx, inputs, output):
-    q, k, v, log_gate, seed, ctx.sparsity, ctx.dropout = inputs
+    q, k, v, log_gate, seed, ctx.sparsity, ctx.dropout, _ = inputs
     ctx.save_for_backward(q, k, v, log_gate, seed, *output)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _gradients(ctx, dout, *_):
-    return *tra_backward(dout, *ctx.saved_tensors, ctx.sparsity, ctx.dropout), None, None, None
+    return *tra_backward(dout, *ctx.saved_tensors, ctx.sparsity, ctx.dropout), None, None, None, None
 
 
 tra_forward.register_autograd(_gradients, setup_context=_save)
 
 
-def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, seed=None):
-    """The result of tra_dense, in memory linear in T: what the model trains, evaluates and decodes with."""
-    if q.size(2) <= FEW:
-        return tra_dense(q, k, v, log_gate, sparsity, distance, dropout, seed)
+def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, seed=None, bound=None):
+    """
+    The result of tra_dense, in memory linear in T: what the model trains, evaluates and decodes with. `bound` is a number
+    that no score exceeds; the model knows one, otherwise it is computed.
+    """
     if not distance:
         log_gate = torch.zeros_like(log_gate)
+    if bound is None:
+        with torch.no_grad():  # |q . k| <= |q| |k|
+            bound = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) / math.sqrt(q.size(-1))
+    if bound > 80:
+        raise ValueError(f'scores may reach {bound:.0f}, and exp overflows beyond 80: RMS-normalise q and k')
+    if q.size(2) <= FEW and not dropout and not torch.compiler.is_compiling():
+        return tra_few(q, k, v, log_gate, sparsity, bound)
     if seed is None:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    return tra_forward(q, k, v, log_gate, seed, sparsity, dropout)[0]
+    return tra_forward(q, k, v, log_gate, seed, sparsity, dropout, bound)[0]
+
+
+def tra_few(q, k, v, log_gate, sparsity, bound):
+    """For cached decoding, where a few queries meet many keys: the formula and the early exit, over ever longer spans."""
+    Tq, T, dtype_out = q.size(2), k.size(2), v.dtype
+    q, log_gate = widen(q) / math.sqrt(q.size(-1)), widen(log_gate)[..., None]
+    i = torch.arange(T - Tq, T, device=q.device)[:, None]
+    count = total = out = torch.zeros_like(log_gate)                        # (B, H, Tq, 1)
+    stop, span = T, 256
+    while stop > 0:
+        start = max(0, stop - span)
+        j = torch.arange(start, stop, device=q.device)
+        scores = q @ widen(k[:, :, start:stop]).mT                          # (B, H, Tq, span)
+        keep = (j <= i) & ((scores > 0) if sparsity else True)
+        counts = count + keep.to(q.dtype).flip(-1).cumsum(-1).flip(-1)
+        weights = torch.exp(scores + log_gate * (counts - 1)).masked_fill(~keep, 0)
+        out = out + weights @ widen(v[:, :, start:stop])
+        total = total + weights.sum(-1, keepdim=True)
+        count = counts[..., :1]
+        stop, span = start, 2 * span
+        if stop and finished(bound, log_gate, count, total).all():
+            break
+    return (out / total.masked_fill(total == 0, 1)).to(dtype_out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -464,8 +490,8 @@ def nope(q, k, v, dropout=0.0, bias=None):
     """
     Nothing but the causal mask, through torch's fused attention; bias(i, j), where given, is added to the scores.
     """
-    if bias is None and q.size(2) == k.size(2):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+    if bias is None and q.size(2) in (1, k.size(2)):  # a lone last query sees every key
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, dropout_p=dropout)
     out = []
     for start, stop, i, j in row_chunks(q, k):
         mask = j <= i
@@ -581,7 +607,8 @@ class Attention(nn.Module):
         k, v = kept[:2]
         if c.attn == 'tra':
             seed = torch.randint(2 ** 31, (), device=x.device) if dropout else None
-            y = tra_blockwise(q, k, v, log_gate, c.tra_sparsity, c.tra_distance, dropout, seed)
+            bound = 1.01 * math.sqrt(C // c.n_head)  # of normalised q and k, 16-bit rounding included
+            y = tra_blockwise(q, k, v, log_gate, c.tra_sparsity, c.tra_distance, dropout, seed, bound)
         elif c.attn == 'alibi':
             y = alibi(q, k, v, dropout)
         elif c.attn == 'fot':
