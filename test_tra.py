@@ -7,12 +7,18 @@ Oracles are plain loops written from the equations; they share no code with what
 summation orders can disagree on a score that rounds to about 0, and then every count to its left shifts by one. So
 equality is asserted in float64, or in float32 on fixed seeds.
 """
+import dataclasses
+import hashlib
+import http.server
+import io
 import json
 import math
 import os
 import subprocess
 import sys
-import warnings
+import threading
+import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -20,17 +26,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import data
+import eval as evaluation
 import tra
+from data import make_task
 from tra import Config, Decoder, tra_blockwise, tra_dense
 
 ROOT = Path(__file__).resolve().parent
+SHARED = ROOT.parent / 'shared' / 'data'
+needs_text = pytest.mark.skipif(not SHARED.exists(), reason='the folder shared/data is not there')
 ATTENTIONS = ['tra', 'rope', 'nope', 'alibi', 'cope', 'fot']
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def eager():
-    """run the tile functions uncompiled: compiling each of many shapes would take minutes"""
+    """run the tile functions uncompiled, on one thread: tests are small, and compiling many shapes would take minutes"""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.compiler.set_stance('force_eager'):
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def compiling(eager):
+    with torch.compiler.set_stance('default'):
         yield
 
 
@@ -107,7 +127,7 @@ SWITCHES = [{}, {'distance': False}, {'sparsity': False}]
 @pytest.mark.parametrize('T', [1, 2, 3, 63, 64, 65, 127, 200, 513])
 @pytest.mark.parametrize('D', [1, 8, 64])
 @pytest.mark.parametrize('switches', SWITCHES, ids=['tra', 'no distance', 'no sparsity'])
-def test_dense_and_blockwise_equal_the_loops(T, D, switches, eager, monkeypatch):
+def test_dense_and_blockwise_equal_the_loops(T, D, switches, monkeypatch):
     monkeypatch.setattr(tra, 'FEW', 0)  # the kernel at T = 1 too
     B, H = (2, 3) if T < 100 else (1, 1)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
@@ -121,7 +141,7 @@ def test_dense_and_blockwise_equal_the_loops(T, D, switches, eager, monkeypatch)
 
 
 @pytest.mark.parametrize('T', [100, 700])
-def test_compiled_kernel_equals_dense(T):
+def test_compiled_kernel_equals_dense(T, compiling):
     xs = inputs(3, 4, T, 16, torch.float32, seed=5)
     dout = torch.randn(xs[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     a, b = tra_blockwise(*xs), tra_dense(*xs)
@@ -132,7 +152,7 @@ def test_compiled_kernel_equals_dense(T):
 
 @pytest.mark.parametrize('T, Tq', [(65, 1), (65, 64), (300, 17), (300, 128), (300, 299), (513, 200)])
 @pytest.mark.parametrize('few', [0, 16, 1000])  # the tiles, both, the short way of decoding
-def test_fewer_queries_than_keys(T, Tq, few, eager, monkeypatch):
+def test_fewer_queries_than_keys(T, Tq, few, monkeypatch):
     monkeypatch.setattr(tra, 'FEW', few)
     xs = inputs(1, 2, T, 4, seed=T + Tq, Tq=Tq)
     dout = torch.randn_like(xs[0])
@@ -144,7 +164,7 @@ def test_fewer_queries_than_keys(T, Tq, few, eager, monkeypatch):
 
 
 @pytest.mark.parametrize('switches', SWITCHES, ids=['tra', 'no distance', 'no sparsity'])
-def test_gradcheck(switches, eager):
+def test_gradcheck(switches):
     for T, D, Tq in ((20, 3, None), (70, 1, None), (70, 1, 33)):
         xs = inputs(1, 1, T, D, seed=T, Tq=Tq)
         assert torch.autograd.gradcheck(lambda *x: tra_blockwise(*x, **switches), xs, eps=1e-7)
@@ -152,7 +172,7 @@ def test_gradcheck(switches, eager):
 
 @pytest.mark.parametrize('function', [tra_dense, tra_blockwise])
 @pytest.mark.parametrize('T', [1, 64, 200])
-def test_rows_that_keep_nothing(function, T, eager, monkeypatch):
+def test_rows_that_keep_nothing(function, T, monkeypatch):
     monkeypatch.setattr(tra, 'FEW', 0)
     q, k, v, log_gate = inputs(1, 2, T, 4)
     empty = torch.zeros(T, dtype=torch.bool)
@@ -174,7 +194,7 @@ def test_rows_that_keep_nothing(function, T, eager, monkeypatch):
     assert all((g == 0).all() for g in grads(out, [q, k, v, log_gate], torch.ones_like(out)))
 
 
-def test_counts_are_exact_in_bfloat16(eager):
+def test_counts_are_exact_in_bfloat16():
     T = 700  # every key kept: counts up to 700, where bfloat16 would stick at 256
     q = k = torch.ones(1, 1, T, 4, dtype=torch.bfloat16)
     v = torch.arange(T, dtype=torch.float32).view(1, 1, T, 1).expand(1, 1, T, 4).to(torch.bfloat16)
@@ -190,7 +210,7 @@ def test_counts_are_exact_in_bfloat16(eager):
     assert (stuck - exact).abs().max() > 5  # so the line above could fail
 
 
-def test_large_scores_are_refused(eager):
+def test_large_scores_are_refused():
     q, k, v, log_gate = inputs(1, 1, 40, 8)
     with pytest.raises(ValueError, match='exp overflows'):
         tra_blockwise(q * 20, k * 20, v, log_gate)
@@ -202,7 +222,7 @@ GATES = ['never', 'slow', 'fast', 'at once', 'one stubborn row', 'one stubborn h
 @pytest.mark.parametrize('gates, scale, few, switches',
                          [(g, scale, 0, {}) for g in GATES for scale in (0.3, 1.0, 2.5)] +
                          [(g, 1.0, 1000, {}) for g in GATES] + [('mixed', 1.0, few, {'sparsity': False}) for few in (0, 1000)])
-def test_early_exit_changes_nothing(gates, scale, few, switches, eager, monkeypatch):
+def test_early_exit_changes_nothing(gates, scale, few, switches, monkeypatch):
     """the tail that is left out is below rounding: equal to the full formula, whatever the gates and the size of q and k"""
     monkeypatch.setattr(tra, 'FEW', few)
     T = 700
@@ -222,7 +242,7 @@ def test_early_exit_changes_nothing(gates, scale, few, switches, eager, monkeypa
         close(x, y, 1e-14 if y is b else 1e-13)
 
 
-def test_early_exit_happens(eager):
+def test_early_exit_happens():
     """by tile: heads that forget stop, one stubborn row keeps only its own tile going, rows with no key yet go on"""
     q, k, v, log_gate = inputs(1, 2, 2048, 8)
     reach = lambda g: tra.tra_forward(q, k, v, g, torch.tensor(0), True, 0.0, 8 ** 0.5)[2].view(16, 2)
@@ -276,7 +296,7 @@ print(float((out - tra_dense(*xs)).abs().max()), sum('uncompiled' in str(x.messa
 # ----------------------------------------------------------------------------------------------------------------------
 # dropout
 
-def test_dropout_in_the_kernel_equals_dense(eager):
+def test_dropout_in_the_kernel_equals_dense():
     for T, Tq in ((50, None), (300, None), (300, 100)):
         xs = inputs(2, 2, T, 4, seed=T, Tq=Tq)
         dout, seed = torch.randn_like(xs[0]), torch.tensor(11)
@@ -288,7 +308,7 @@ def test_dropout_in_the_kernel_equals_dense(eager):
         assert not torch.allclose(a, tra_blockwise(*xs))
 
 
-def test_dropout_compiled_equals_dense():
+def test_dropout_compiled_equals_dense(compiling):
     xs = inputs(2, 2, 300, 4, torch.float32)
     dout, seed = torch.randn_like(xs[0]), torch.tensor(11)
     a, b = (f(*xs, dropout=0.1, seed=seed) for f in (tra_blockwise, tra_dense))
@@ -312,7 +332,7 @@ def test_dropout_mask_looks_random(p):
         assert abs((x * shifted).mean()) < 5 / math.sqrt(x.numel() / 2)
 
 
-def test_dropout_is_off_in_eval(eager):
+def test_dropout_is_off_in_eval():
     idx = torch.randint(7, (2, 30))
     for attn in ATTENTIONS:
         model = Decoder(Config(7, 1, 2, 16, dropout=0.5, attn=attn))
@@ -411,7 +431,7 @@ def small(attn='tra', **options):
 
 
 @pytest.mark.parametrize('pre_norm', [True, False])
-def test_decoder_equals_numpy(pre_norm, eager):
+def test_decoder_equals_numpy(pre_norm):
     """the authors' architecture, written again from its description"""
     model = small(pre_norm=pre_norm, n_head=2).double()
     w = {name: p.detach().numpy() for name, p in model.named_parameters()}
@@ -474,7 +494,7 @@ def test_loss_ignores_minus_one():
 
 
 @pytest.mark.parametrize('attn', ATTENTIONS)
-def test_causality(attn, eager):
+def test_causality(attn):
     model = small(attn)
     idx = torch.randint(13, (1, 150))
     before = model(idx)[0]
@@ -488,7 +508,7 @@ def test_causality(attn, eager):
 
 @pytest.mark.parametrize('attn', ATTENTIONS)
 @torch.no_grad()
-def test_cached_decoding_equals_the_full_pass(attn, eager):
+def test_cached_decoding_equals_the_full_pass(attn):
     model = small(attn)
     idx = torch.randint(13, (2, 1100))
     full = model(idx)[0]
@@ -499,7 +519,7 @@ def test_cached_decoding_equals_the_full_pass(attn, eager):
 
 
 @pytest.mark.parametrize('attn', ATTENTIONS)
-def test_generate(attn, eager):
+def test_generate(attn):
     model = small(attn)
     prompt = torch.randint(13, (3, 40))
     idx = prompt
@@ -514,7 +534,7 @@ def test_generate(attn, eager):
     assert torch.equal(model.generate(prompt, 0), prompt)
 
 
-def test_compiling_a_model_keeps_the_kernel_whole():
+def test_compiling_a_model_keeps_the_kernel_whole(compiling):
     """to the compiler the kernel is one node, forward and backward, and no graph break"""
     nodes = []
 
@@ -523,8 +543,7 @@ def test_compiling_a_model_keeps_the_kernel_whole():
         return graph
     model = small().train()
     idx = torch.randint(13, (2, 40))
-    with torch.compiler.set_stance('default'):
-        out = torch.compile(model, backend=backend, fullgraph=True)(idx, idx)[1]
+    out = torch.compile(model, backend=backend, fullgraph=True)(idx, idx)[1]
     expected = model(idx, idx)[1]
     close(out, expected, 1e-6)
     assert sum('nanotra' in x for x in nodes) == 2 and len(nodes) < 200
@@ -539,3 +558,756 @@ def test_bad_configs():
         with pytest.raises(ValueError) as error:
             Config(5, **options)
         assert all(word in str(error.value) for word in words) and '\n' not in str(error.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# data.py: the simulators and solvers are plain Python on decoded text
+
+SYNTHETIC = {'flipflop': 32, 'copy': 10, 'induct': 10, 'instruct': 10}
+
+
+def evaluation_set(task, split, length, n, **kwargs):
+    """idx and targets of an evaluation set, whole."""
+    idx, targets = zip(*task.eval_batches(split, length, n, **kwargs))
+    return np.concatenate(idx), np.concatenate(targets)
+
+
+def texts_and_answers(task, idx, targets):
+    """Each row as text, and what is scored as {position that predicts: character}; the text has no padding inside."""
+    for row, target in zip(idx, targets):
+        yield task.decode(row), {t: task.decode([token]) for t, token in enumerate(target.tolist()) if token != -1}
+
+
+def data_py(*args, **env):
+    return subprocess.run([sys.executable, 'data.py', *map(str, args)], cwd=ROOT, env={**os.environ, **env},
+                          capture_output=True, text=True, timeout=60)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the synthetic tasks, against simulators
+
+
+def simulate_flipflop(text):
+    """Walk the string with one bit of memory; returns what must be scored."""
+    assert len(text) % 2 == 0 and text[0] == 'w' and text[-2] == 'r'
+    memory, expected = None, {}
+    for t in range(0, len(text), 2):
+        instruction, bit = text[t], text[t + 1]
+        assert instruction in 'wir' and bit in '01'
+        if instruction == 'w':
+            memory = bit
+        elif instruction == 'r':
+            assert bit == memory
+            expected[t] = memory
+    return expected
+
+
+def within_3_sigma(hits, n, p):
+    return abs(hits - n * p) <= 3 * (n * p * (1 - p)) ** 0.5
+
+
+@pytest.mark.parametrize('split, p', [('train', 0.7), ('val', 0.8), ('sparse', 0.98), ('dense', 0.1), ('nonstationary', None)])
+def test_flipflop_against_simulator(split, p):
+    task = make_task('flipflop', 128, p_ignore=0.7)
+    idx, targets = task.batch(3, 5, 2000) if split == 'train' else evaluation_set(task, split, 128, 2000)
+    assert idx.shape == targets.shape == (2000, 128) and idx.dtype == targets.dtype == np.int64
+    middle, bits = '', ''
+    for text, scored in texts_and_answers(task, idx, targets):
+        assert scored == simulate_flipflop(text)
+        middle += text[2:-2:2]
+        bits += ''.join(text[t + 1] for t in range(0, len(text), 2) if text[t] != 'r')
+    assert within_3_sigma(bits.count('1'), len(bits), 0.5)
+    if p is not None:
+        for instruction, share in (('i', p), ('w', (1 - p) / 2), ('r', (1 - p) / 2)):
+            assert within_3_sigma(middle.count(instruction), len(middle), share), instruction
+    else:       # the density of a stretch of 8 pairs varies far more than one p would allow, and averages the three
+        ignored = (idx[:, 16:112:2] == task.encode('i')).reshape(2000, 6, 8).mean(axis=2)
+        assert abs(ignored.mean() - (0.8 + 0.98 + 0.1) / 3) < 0.02 and ignored.std() > 0.3
+        assert (ignored <= 0.25).mean() > 0.2 and (ignored == 1).mean() > 0.2
+
+
+def test_flipflop_any_even_length():
+    task = make_task('flipflop', 512)
+    for length in (4, 6, 130, 2048):
+        for split in task.splits:
+            idx, targets = evaluation_set(task, split, length, 5)
+            assert idx.shape == (5, length)
+            for text, scored in texts_and_answers(task, idx, targets):
+                assert scored == simulate_flipflop(text)
+    begin = time.perf_counter()
+    assert next(task.eval_batches('sparse', 131072, 1))[0].shape == (1, 131072)
+    assert time.perf_counter() - begin < 0.5
+
+
+def solve(name, text):
+    """(number of symbols, {position that predicts: character}) of a sequence, from its question alone."""
+    question, rest = text.split('|')
+    if name == 'copy':
+        assert rest == question
+        return len(question), {len(question) + i: c for i, c in enumerate(question)}
+    if name == 'induct':
+        expected = {}
+        for i in range(0, len(rest), 2):
+            where = question.rindex(rest[i])                    # the latest place counts
+            assert where + 1 < len(question), 'this key has no successor'
+            expected[len(question) + 1 + i] = question[where + 1]
+            assert rest[i + 1] == question[where + 1]
+        return len(question), expected
+    kind, x = question[0], question[1:]
+    answer = {'=': x, '<': x[::-1], '^': x[:1], '$': x[-1:], '#': '+' * len(x), '%': '01'[len(x) % 2]}[kind] + '.'
+    assert rest == answer
+    return len(x), {len(question) + i: c for i, c in enumerate(answer)}
+
+OPTIONS = [('copy', {}), ('copy', dict(repeats=False)), ('induct', {}), ('induct', dict(repeats=False, n_queries=3)),
+           ('induct', dict(n_symbols=2, n_queries=4)), ('instruct', {}), ('instruct', dict(n_symbols=100, repeats=False))]
+
+
+@pytest.mark.parametrize('name, options', OPTIONS)
+def test_answers_lengths_and_buckets(name, options):
+    task = make_task(name, 10, **options)
+    fewest = {'copy': 1, 'induct': 2, 'instruct': 0}[name]
+    m = options.get('n_queries', 1)
+    for length, lo in [('train', fewest), (7, fewest), (10, fewest), (20, 11), (26, 17)]:
+        idx, targets = task.batch(0, 0, 2000) if length == 'train' else evaluation_set(task, 'val', length, 2000)
+        hi = 10 if length == 'train' else length
+        assert idx.shape == targets.shape == (2000, {'copy': 2 * hi + 1, 'induct': hi + 1 + 2 * m, 'instruct': 2 * hi + 3}[name])
+        assert idx.min() >= 0 and idx.max() < task.vocab_size
+        sizes, kinds = [], []
+        for (text, scored), row in zip(texts_and_answers(task, idx, targets), idx):
+            n, expected = solve(name, text)
+            assert scored == expected
+            assert len(set(row[len(text):])) <= 1, 'only padding may follow the text'
+            assert max(scored) < len(text) - 1, 'padding is scored'
+            if not options.get('repeats', True):
+                x = text.split('|')[0]
+                assert len(set(x)) == len(x)
+            sizes.append(n)
+            kinds.append(text[0])
+        counts = [sizes.count(n) for n in range(lo, hi + 1)]
+        assert sum(counts) == 2000 and all(abs(c - 2000 / len(counts)) < 5 * (2000 / len(counts)) ** 0.5 for c in counts)
+        if name == 'instruct':
+            assert all(abs(kinds.count(k) - 2000 / 6) < 100 for k in '=<^$#%')
+
+
+def test_default_lengths_and_splits():
+    assert make_task('flipflop', 512).splits == ('val', 'sparse', 'dense', 'nonstationary')
+    assert make_task('flipflop', 512).lengths == (512,)
+    assert make_task('copy', 50).lengths == make_task('induct', 50).lengths == (50, 100, 150, 200, 250, 300)
+    assert make_task('instruct', 50).lengths == tuple(range(50, 501, 50))
+    assert make_task('copy', 50, repeats=False, n_symbols=120).lengths == (50, 100)
+
+
+@pytest.mark.parametrize('name', SYNTHETIC)
+def test_streams_are_pure_and_sets_are_fixed(name):
+    L = SYNTHETIC[name]
+    task, other = make_task(name, L), make_task(name, L, p_ignore=0.3)
+    same = lambda a, b: all(np.array_equal(x, y) for x, y in zip(a, b))
+    assert same(task.batch(1, 7, 8), task.batch(1, 7, 8))
+    assert not same(task.batch(1, 7, 8), task.batch(1, 8, 8)) and not same(task.batch(1, 7, 8), task.batch(2, 7, 8))
+    for split in task.splits:
+        for length in (L, 3 * L + L % 2):
+            many = evaluation_set(task, split, length, 1000)
+            np.random.seed(0), task.batch(0, 0, 4)
+            assert same(evaluation_set(other, split, length, 100), [x[:100] for x in many])              # a prefix
+            assert same(evaluation_set(task, split, length, 1000, batch_tokens=777), many)
+            assert not same(evaluation_set(task, split, length, 100), evaluation_set(task, split, length, 100, seed=1))
+            sizes = [idx.shape for idx, _ in task.eval_batches(split, length, 1000, batch_tokens=777)]
+            assert all(b * t <= 777 or b == 1 for b, t in sizes) and sum(b for b, _ in sizes) == 1000
+    assert len({idx.tobytes() for split in task.splits for idx, _ in task.eval_batches(split, L, 50)}) == len(task.splits)
+
+
+@pytest.mark.parametrize('name', SYNTHETIC)
+def test_decode_and_encode(name):
+    task = make_task(name, SYNTHETIC[name], n_symbols=60)
+    for row in task.batch(0, 0, 50)[0]:
+        text = task.decode(row)
+        assert task.encode(text) == row[:len(text)].tolist() and task.decode(task.encode(text)) == text
+    with pytest.raises(ValueError, match="'é'"):
+        task.encode(text + 'é')
+
+
+def test_flipflop_batch_is_fast():
+    task = make_task('flipflop', 512)
+    times = []
+    for step in range(20):
+        begin = time.perf_counter()
+        task.batch(0, step, 64)
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 0.005
+
+
+@pytest.mark.parametrize('args, kwargs, words', [
+    (('flipfop', 8), {}, "'flipfop'"), (('flipflop', 7), {}, '7 must be even'), (('flipflop', 2), {}, 'at least 4'),
+    (('flipflop', 8), dict(p_ignore=1.5), 'p_ignore 1.5'), (('copy', 0), {}, 'at least 1'), (('induct', 1), {}, 'at least 2'),
+    (('copy', 27), dict(repeats=False), 'n_symbols, now 26'), (('copy', 5), dict(n_symbols=1), 'n_symbols 1'),
+    (('induct', 5), dict(n_queries=0), 'n_queries 0'), (('wikitext', 5), dict(dataset='wiki'), "'wiki'"),
+    (('wikitext', 5), dict(tokenizer='bpe'), "'bpe'")])
+
+def test_make_task_errors(args, kwargs, words):
+    with pytest.raises(ValueError, match=words) as error:
+        make_task(*args, **kwargs)
+    assert '\n' not in str(error.value)
+
+
+def test_eval_errors():
+    with pytest.raises(ValueError, match="'spars'"):
+        next(make_task('flipflop', 8).eval_batches('spars', 8, 1))
+    with pytest.raises(ValueError, match='length 30'):
+        next(make_task('copy', 20, repeats=False).eval_batches('val', 30, 1))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the download, against a loopback server
+
+TEXT = {'train': ' = A title = \n \n Some words , and more . \n' * 8000, 'valid': ' valid \n', 'test': ' tést \n'}
+
+
+def make_zip(**members):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, 'w') as archive:
+        for name, text in (members or {f'wikitext-2-raw/wiki.{k}.raw': v for k, v in TEXT.items()}).items():
+            archive.writestr(name, text)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def web(monkeypatch):
+    """A server of ZIP in many moods, named by the path: /ok/x.zip, /cut/x.zip ... `log` holds (mood, Range header)."""
+    monkeypatch.setattr(data, 'TIMEOUT', (1, 0.3))
+    monkeypatch.setattr(data, 'BACKOFF', 0.01)
+    log, closing = [], threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            mood, ranged = self.path.split('/')[1], self.headers.get('Range')
+            log.append((mood, ranged))
+            if mood.isdigit() or 'python' in self.headers['User-Agent'].lower():
+                return self.send_error(int(mood) if mood.isdigit() else 403)
+            body = web.zip if mood != 'wrong' else b'not what you wanted'
+            start = int(ranged[6:-1]) if ranged and mood != 'norange' else 0
+            if start >= len(body):
+                return self.send_error(416)
+            self.send_response(206 if start else 200)
+            if start:
+                self.send_header('Content-Range', f'bytes {start}-{len(body) - 1}/{len(body)}')
+            self.send_header('Content-Length', str(len(body) - start))
+            self.end_headers()
+            if mood == 'stall' or (mood in ('cut', 'norange') and len(log) == 1):
+                self.wfile.write(body[start:len(body) // 2])
+                if mood == 'stall':
+                    closing.wait(10)
+            else:
+                self.wfile.write(body[start:])
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    def web(*moods, zip=None):
+        web.zip = zip or make_zip()
+        log.clear()
+        urls = [f'http://127.0.0.1:{server.server_port}/{mood}/x.zip' for mood in moods]
+        monkeypatch.setitem(data.SOURCES, 'wikitext2', {'mirrors': urls, 'sha256': hashlib.sha256(web.zip).hexdigest()})
+        return log
+    yield web
+    closing.set()
+    server.shutdown()
+    server.server_close()
+
+
+def is_prepared(data_dir):
+    folder = data_dir / 'wikitext2-bytes'
+    meta = json.loads((folder / 'meta.json').read_text())
+    for split, theirs in (('train', 'train'), ('val', 'valid'), ('test', 'test')):
+        raw = TEXT[theirs].encode()
+        assert np.fromfile(folder / f'{split}.bin', dtype=np.uint16).astype(np.uint8).tobytes() == raw
+        assert meta['tokens'][split] == meta['bytes'][split] == len(raw)
+    assert sorted(p.name for p in folder.iterdir()) == ['meta.json', 'test.bin', 'train.bin', 'val.bin']
+    return meta['vocab_size'] == 256
+
+
+@pytest.mark.parametrize('moods, asked', [
+    (['ok'], ['ok']), (['cut'], ['cut', 'cut']), (['norange'], ['norange', 'norange']), (['404', 'ok'], ['404', 'ok']),
+    (['403', 'ok'], ['403', 'ok']), (['500', 'ok'], ['500'] * 5 + ['ok']), (['wrong', 'ok'], ['wrong', 'ok']),
+    (['stall', 'ok'], ['stall'] * 6 + ['ok'])])
+
+def test_download(web, tmp_path, capsys, moods, asked):
+    log = web(*moods)
+    data.prepare('wikitext2', 'bytes', tmp_path)
+    assert is_prepared(tmp_path) and [mood for mood, _ in log] == asked
+    if moods == ['cut']:
+        assert log[0][1] is None and int(log[1][1][6:-1]) > 0, 'the second request must go on where the first was cut'
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['wikitext2-bytes', 'x.zip']
+    log.clear()
+    capsys.readouterr()
+    data.prepare('wikitext2', 'bytes', tmp_path)                # the second call has nothing to do
+    assert log == [] and 'already there' in capsys.readouterr().out
+
+
+def test_download_resumes_over_runs_and_repairs(web, tmp_path):
+    log = web('ok')
+    zip = make_zip()
+    (tmp_path / 'x.zip.part').write_bytes(zip[:1000])           # what a killed run leaves
+    data.prepare('wikitext2', 'bytes', tmp_path)
+    assert is_prepared(tmp_path) and log == [('ok', 'bytes=1000-')]
+    (tmp_path / 'wikitext2-bytes' / 'val.bin').write_bytes(b'')             # a damaged folder is made again,
+    (tmp_path / 'x.zip').write_bytes(zip[:-1] + b'x')                       # and a damaged zip fetched again
+    data.prepare('wikitext2', 'bytes', tmp_path)
+    assert is_prepared(tmp_path) and len(log) == 2
+    (tmp_path / 'x.zip').rename(tmp_path / 'x.zip.part')                    # killed after the last byte
+    (tmp_path / 'wikitext2-bytes' / 'meta.json').unlink()
+    data.prepare('wikitext2', 'bytes', tmp_path)
+    assert is_prepared(tmp_path) and log[2:] == [('ok', f'bytes={len(zip)}-')]
+
+
+def test_no_mirror_delivers(web, tmp_path):
+    web('wrong', '403', '404', 'stall')
+    with pytest.raises(ValueError) as error:
+        data.prepare('wikitext2', 'bytes', tmp_path)
+    message = str(error.value)
+    assert '\n' not in message and all(word in message for word in ('wrong sha256', '403', '404', 'timed out', '--from=PATH'))
+    assert not list(tmp_path.rglob('*.bin')) and not list(tmp_path.rglob('*.zip'))
+    web('wrong')
+    with pytest.raises(ValueError):
+        data.prepare('wikitext2', 'bytes', tmp_path)
+    assert not list(tmp_path.rglob('*.part')), 'a file with the wrong checksum must go'
+
+GOOD = {f'wiki.{k}.raw': v for k, v in TEXT.items()}
+
+@pytest.mark.parametrize('zip, words', [
+    (make_zip(**{**GOOD, '../wiki.train.raw': 'x'}), r"'../wiki.train.raw', a path outside"),
+    (make_zip(**{**GOOD, '/etc/x': 'x'}), "'/etc/x', a path outside"),
+    (make_zip(**{**GOOD, 'a\\..\\..\\x': 'x'}), 'a path outside'),
+    (make_zip(**{'wiki.train.raw': 'x', 'wiki.test.raw': 'x'}), 'wiki.valid.raw'),
+    (make_zip(**{**GOOD, 'wiki.test.raw': b'\xff\xfe'}), 'test text .* not UTF-8'),
+    (make_zip()[:-40], 'not a zip'), (b'hello', 'not a zip'),
+    (make_zip(**GOOD).replace(b' valid \n', b' salid \n'), 'not a zip that can be read')])
+
+def test_bad_zips(web, tmp_path, zip, words):
+    web('ok', zip=zip)
+    local = tmp_path / 'local.zip'
+    local.write_bytes(zip)
+    for source in (None, local):
+        with pytest.raises(ValueError, match=words) as error:
+            data.prepare('wikitext2', 'bytes', tmp_path / 'data', source)
+        assert '\n' not in str(error.value)
+        folder = tmp_path / 'data' / 'wikitext2-bytes'
+        assert not (folder / 'meta.json').exists()
+        for path in folder.glob('*.bin'):                       # a split that was done may stay, but only whole
+            assert path.stat().st_size == 2 * len(TEXT[{'val': 'valid'}.get(path.stem, path.stem)].encode())
+        with pytest.raises(FileNotFoundError, match='python data.py wikitext2 --tokenizer=bytes --data_dir='):
+            make_task('wikitext', 8, data_dir=tmp_path / 'data', dataset='wikitext2', tokenizer='bytes')
+
+
+def test_bins_appear_whole_or_not_at_all(tmp_path):
+    for name, text in GOOD.items():
+        (tmp_path / name).write_text(text)
+    seen = []
+    def encode(text):
+        seen.append(sorted(p.name for p in (tmp_path / 'data' / 'wikitext2-bytes').iterdir()))
+        if 'valid' in text:
+            raise OSError('disk full')
+        return list(text.encode())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match='disk full'):
+        patch.setattr(data, 'load_tokenizer', lambda name: (256, encode, None))
+        data.prepare('wikitext2', 'bytes', tmp_path / 'data', tmp_path)
+    assert 'train.bin' not in seen[0] and 'train.bin' in seen[-1] and 'val.bin' not in seen[-1]
+    assert not list(tmp_path.rglob('val.bin')) and not list(tmp_path.rglob('meta.json'))
+    data.prepare('wikitext2', 'bytes', tmp_path / 'data', tmp_path)
+    assert not list(tmp_path.rglob('*.tmp')) and json.loads(next(tmp_path.rglob('meta.json')).read_text())['source'] == 'local'
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the text itself
+
+
+@needs_text
+def test_pieces_give_the_tokens_of_the_whole(monkeypatch):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    _, encode, decode = data.load_tokenizer('gpt2')
+    real = (SHARED / 'wikitext-103-raw' / 'wiki.test.raw').read_text()[:400_000]
+    odd = ("a  b \n\n\n c\u00a0 d \n \n\n= e's  \t x\u3000 y 'll 12 \n\nz        w" * 300) + 'tail  \n '
+    for text in (real, real.replace('\n', '\r\n'), odd, 'x' * 5000, ' \n' * 5000, ''):
+        for size in (257, 4096):
+            parts = list(data.pieces(io.BytesIO(text.encode()), size))
+            assert b''.join(parts).decode() == text
+            assert [token for part in parts for token in encode(part.decode())] == encode(text)
+    assert decode(encode(real[:1000])) == real[:1000] and len(list(data.pieces(io.BytesIO(real.encode()), 4096))) > 90
+
+
+@needs_text
+def test_wikitext2_from_a_folder(tmp_path):
+    cache = {'TIKTOKEN_CACHE_DIR': str(SHARED / 'tiktoken_cache')}
+    run = data_py('wikitext2', f'--from={SHARED / "wikitext-2"}', '--data_dir', tmp_path, **cache)
+    assert run.returncode == 0 and run.stdout.count('wrote') == 3, run.stderr
+    run = data_py('wikitext2', '--data_dir', tmp_path, **cache)
+    assert run.returncode == 0 and 'already there' in run.stdout
+    run = data_py('show', 'wikitext', '--dataset=wikitext2', '--data_dir', tmp_path, '--split=test', '--n=4', **cache)
+    assert run.returncode == 0 and len(run.stdout.splitlines()) == 4 and 'Robert' in run.stdout, run.stderr
+    task = make_task('wikitext', 64, data_dir=tmp_path, dataset='wikitext2')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('TIKTOKEN_CACHE_DIR', cache['TIKTOKEN_CACHE_DIR'])
+        for split, theirs in (('val', 'valid'), ('test', 'test')):
+            raw = (SHARED / 'wikitext-2' / f'wiki.{theirs}.tokens').read_text()
+            assert task.decode(task.tokens(split)) == raw and task.meta['bytes'][split] == len(raw.encode())
+        assert task.encode('Hello world') == [15496, 995]
+    assert task.vocab_size == 50257 and task.splits == ('val', 'test') and task.lengths[0] == 128 and task.lengths[-1] == 4096
+    idx, targets = task.batch(0, 3, 16)
+    assert idx.shape == targets.shape == (16, 64) and idx.dtype == np.int64
+    assert np.array_equal(idx[:, 1:], targets[:, :-1]) and np.array_equal(idx, task.batch(0, 3, 16)[0])
+    assert not np.array_equal(idx, task.batch(1, 3, 16)[0])
+    whole, small = evaluation_set(task, 'test', 256, 30), evaluation_set(task, 'test', 256, 30, batch_tokens=600)
+    assert np.array_equal(whole, small) and whole[0].shape == (30, 256)
+    assert np.array_equal(whole[0][0], task.tokens('test')[:256]) and np.array_equal(whole[1][-1], task.tokens('test')[-256:])
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the command line
+
+
+@pytest.mark.parametrize('name', SYNTHETIC)
+def test_show(name):
+    run = data_py('show', name, '--n=3', '--length', 12, '--seed=1')
+    lines = run.stdout.splitlines()
+    assert run.returncode == 0 and len(lines) == 3 and run.stderr == ''
+    for line in lines:
+        simulate_flipflop(line) if name == 'flipflop' else solve(name, line)
+    samples = [json.loads(line) for line in data_py('show', name, '--n=3', '--length=12', '--seed=1', '--json').stdout.splitlines()]
+    task = make_task(name, 12)
+    assert [s['text'] for s in samples] == lines == [task.decode(s['tokens']) for s in samples]
+    assert [s['targets'] for s in samples] == task.batch(1, 0, 3)[1].tolist()
+
+
+def test_show_evaluation_split():
+    lines = data_py('show', 'flipflop', '--split=sparse', '--n=3', '--length=32').stdout.splitlines()
+    task = make_task('flipflop', 512)
+    assert lines == [task.decode(row) for row in evaluation_set(task, 'sparse', 32, 3)[0]]
+    assert lines != data_py('show', 'flipflop', '--split=sparse', '--n=3', '--length=32', '--seed=1').stdout.splitlines()
+
+
+@pytest.mark.parametrize('args, words', [
+    ((), 'command'), (('shw',), "'shw'"), (('show', 'flop'), "'flop'"), (('show', 'copy', '--n=x'), "'x'"), (('show', 'copy', '--n=0'), '--n=0'),
+    (('show', 'copy', '--seed=-1'), '--seed=-1'), (('show', 'copy', '--repeats=maybe'), "'maybe'"), (('show', 'copy', '--lenth=3'), '--lenth=3'),
+    (('show', 'flipflop', '--split=spars'), "'spars'"), (('show', 'flipflop', '--length=9'), '9 must be even'),
+    (('show', 'wikitext', '--data_dir=nowhere'), 'python data.py wikitext103 --data_dir=nowhere'),
+    (('wikitext2', '--from=nowhere'), '--from=nowhere'), (('wikitext2', '--tokenizer=bpe'), "'bpe'"),
+    (('wikitext2', '--data_dir=nowhere'), 'TIKTOKEN_CACHE_DIR')])
+
+def test_bad_command_lines(args, words, tmp_path):
+    run = data_py(*args, TIKTOKEN_CACHE_DIR=str(tmp_path), https_proxy='http://127.0.0.1:9')       # no tokenizer, no network
+    assert run.returncode == 2 and run.stdout == ''
+    assert words in run.stderr and run.stderr.count('\n') == 1 and 'Traceback' not in run.stderr, run.stderr
+
+
+def test_help():
+    run = data_py('-h')
+    assert run.returncode == 0 and 'python data.py show flipflop' in run.stdout
+    assert '--from' in data_py('wikitext2', '-h').stdout and '--n_queries' in data_py('show', '-h').stdout
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# eval.py: tiny random models, saved as train.py saves them
+
+def coin_model(task, attn='tra', seed=0, dropout=0.01, **settings):
+    """A random model that answers 0 or 1 to flip-flop, right about half of the time."""
+    torch.manual_seed(seed)
+    model = tra.Decoder(tra.Config(task.vocab_size, n_layer=2, n_head=2, n_embd=16, attn=attn, dropout=dropout, **settings))
+    with torch.no_grad():
+        model.embed.weight.normal_()
+        model.head.weight.normal_()
+        if task.name == 'flipflop':
+            model.head.weight[1], model.head.weight[2:] = -model.head.weight[0], 0
+    return model
+
+
+def save_run(folder, task='flipflop', train_length=8, attn='tra', seed=0, name='best.pt', step=5, **config):
+    settings = {k: v for k, v in config.items() if k in data.make_task.__kwdefaults__}
+    model = coin_model(data.make_task(task, train_length, **settings), attn, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {'task': task, 'train_length': train_length, 'attn': attn, 'seed': seed, 'out_dir': str(folder), **config}
+    torch.save({'model': model.state_dict(), 'optimizer': {}, 'step': step, 'best': 0.5, 'config': config,
+                'model_config': dataclasses.asdict(model.config)}, folder / name)
+    return str(folder)
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """eval.py with these arguments: exit code, stdout, stderr"""
+    def run(*argv):
+        monkeypatch.setattr(sys, 'argv', ['eval.py', *map(str, argv)])
+        with pytest.raises(SystemExit) as stop:
+            evaluation.main()
+        out, err = capsys.readouterr()
+        return stop.value.code or 0, out, err
+    return run
+
+
+def tiny_text(folder, tokenizer='bytes', vocab_size=256, bytes_per_token=1):
+    rng = np.random.default_rng(0)
+    place = folder / f'wikitext2-{tokenizer}'
+    place.mkdir(parents=True)
+    sizes = {'train': 200, 'val': 70, 'test': 61}
+    for split, size in sizes.items():
+        rng.integers(0, 20, size).astype(np.uint16).tofile(place / f'{split}.bin')
+    meta = {'vocab_size': vocab_size, 'tokens': sizes, 'bytes': {k: int(v * bytes_per_token) for k, v in sizes.items()}}
+    (place / 'meta.json').write_text(json.dumps(meta))
+    return {'dataset': 'wikitext2', 'tokenizer': tokenizer, 'data_dir': str(folder)}
+
+
+@pytest.mark.parametrize('name, attn', [('flipflop', 'tra'), ('flipflop', 'rope'), ('copy', 'tra')])
+def test_exact_match_and_token_error_by_plain_loops(name, attn):
+    task = data.make_task(name, 4 if name == 'copy' else 10, n_symbols=2)
+    model = coin_model(task, attn)
+    n, right, wrong, scored, nats = 25, 0, 0, 0, 0.0
+    for idx, targets in task.eval_batches('val', task.train_length, n):
+        for tokens, target in zip(idx.tolist(), targets.tolist()):
+            fine = True
+            for t in range(len(tokens)):
+                if target[t] == -1:
+                    continue
+                model.eval()
+                with torch.no_grad():
+                    logits = model(torch.tensor([tokens[:t + 1]]))[0][0, -1].tolist()
+                scored += 1
+                nats += math.log(sum(math.exp(x) for x in logits)) - logits[target[t]]
+                if logits.index(max(logits)) != target[t]:
+                    wrong, fine = wrong + 1, False
+            right += fine
+    row = evaluation.evaluate(model, task, 'val', task.train_length, n)
+    assert name == 'copy' or 0 < right < n
+    assert (row['split'], row['length'], row['n'], row['tokens']) == ('val', task.train_length, n, scored)
+    assert row['exact_match'] == right / n and row['token_error'] == wrong / scored and row['upper95'] is None
+    assert row['loss'] == pytest.approx(nats / scored, rel=1e-4)
+
+
+def test_rule_of_three_where_nothing_was_wrong():
+    task = data.make_task('flipflop', 8)
+    def perfect(idx, targets):
+        return targets, np.zeros(targets.shape)
+    row = evaluation.evaluate_sequences(perfect, task, 'dense', 8, 60, 4096, [])
+    assert row['exact_match'] == 1 and row['token_error'] == 0 and row['upper95'] == 3 / 60
+    assert evaluation.evaluate_sequences(perfect, task, 'dense', 8, 2, 4096, [])['upper95'] == 1
+
+
+@pytest.mark.parametrize('window, attn', [(1, 'tra'), (7, 'rope'), (20, 'tra'), (60, 'rope')])
+def test_perplexity_token_by_token(tmp_path, window, attn):
+    task = data.make_task('wikitext', 8, **tiny_text(tmp_path, 'gpt2', 30, bytes_per_token=4))
+    model = coin_model(task, attn).eval()
+    text = [int(t) for t in task.tokens('test')]
+    nats = []
+    with torch.no_grad():
+        for t in range(len(text) - 1):
+            visible = text[t // window * window:t + 1]
+            logits = model(torch.tensor([visible]))[0][0, -1].double()
+            nats.append(float(logits.logsumexp(0) - logits[text[t + 1]]))
+    for n in (None, 33):
+        row = evaluation.evaluate(model, task, 'test', window, n)
+        some = nats[:n]
+        assert row['window'] == window and row['tokens'] == len(some)
+        assert row['perplexity'] == pytest.approx(math.exp(sum(some) / len(some)), rel=1e-4)
+        assert row['bits_per_byte'] == pytest.approx(sum(some) / math.log(2) / (len(some) * 4), rel=1e-4)
+        for b in row['by_position']:  # position p sees p tokens
+            mean = np.mean([x for t, x in enumerate(some) if b['first'] <= t % window + 1 <= b['last']])
+            assert b['loss'] == pytest.approx(mean, rel=1e-4)
+        assert [b['first'] for b in row['by_position']] == [p for p in (1, 2, 3, 5, 9, 17, 33) if p <= min(window, len(some))]
+
+
+@pytest.mark.parametrize('attn', tra.ATTENTIONS)
+def test_chunks_through_the_cache_change_nothing(attn, monkeypatch):
+    task = data.make_task('flipflop', 8)
+    model = coin_model(task, attn).double().eval()
+    idx, targets = next(task.eval_batches('dense', 70, 2))
+    with torch.no_grad():
+        logits = model(torch.as_tensor(idx))[0]
+        whole = -logits.log_softmax(-1).gather(-1, torch.as_tensor(targets).clamp(min=0)[..., None])[..., 0].numpy()
+        for chunk, vocabulary in ((19, 5), (70, 2 ** 23)):
+            monkeypatch.setattr(evaluation, 'chunk_size', lambda *_: chunk)
+            monkeypatch.setattr(model.config, 'vocab_size', vocabulary)  # a large one sends few positions to the head at a time
+            said, loss = evaluation.predict(model, idx, targets, 'cpu', evaluation.nullcontext())
+            np.testing.assert_allclose(loss, np.where(targets >= 0, whole, 0), atol=1e-12)
+            assert (said == np.where(targets >= 0, logits.argmax(-1).numpy(), -1)).all()
+
+
+def test_chunks_are_bounded():
+    for attn in tra.ATTENTIONS:
+        rows = evaluation.chunk_size(tra.Config(5, n_head=4, attn=attn), 1, 131072)
+        assert rows <= 4096 if attn == 'tra' else rows * 131072 <= 2 ** 24, attn
+
+
+def test_evaluation_leaves_no_trace():
+    task = data.make_task('flipflop', 8)
+    model = coin_model(task, dropout=0.5).train()
+    before = torch.get_rng_state()
+    first = evaluation.evaluate(model, task, 'val', 8, 10)
+    assert model.training and all(m.training for m in model.modules())
+    assert torch.equal(before, torch.get_rng_state()) and first == evaluation.evaluate(model, task, 'val', 8, 10)
+    assert evaluation.evaluate(model.eval(), task, 'val', 8, 10) == first and not model.training
+
+
+def test_json_schema_and_files(tmp_path, command):
+    run = save_run(tmp_path / 'run', seed=3)
+    code, out, err = command(run, '--json', '--n=6', '--lengths=1x,3x,10', '--split=sparse,val', f'--out={tmp_path}/r.md')
+    result = json.loads(out)
+    assert code == 0 and list(result) == ['runs']
+    [r] = result['runs']
+    assert (r['run'], r['task'], r['attn'], r['seed'], r['train_length']) == (run, 'flipflop', 'tra', 3, 8)
+    assert (r['checkpoint'], r['step']) == ('best.pt', 5)
+    assert [(row['split'], row['length'], row['n']) for row in r['rows']] == [
+        (split, length, 6) for split in ('sparse', 'val') for length in (8, 24, 10)]
+    assert all({'exact_match', 'token_error', 'upper95'} <= set(row) for row in r['rows'])
+    text = (tmp_path / 'r.md').read_text()
+    assert 'best.pt, step 5' in text and '| sparse |     24 |' in text and text.index('| sparse') < text.index('| val') and 0 < len(r['mistakes']) <= 3
+    for m in r['mistakes']:
+        assert m['text'] in text.replace('\n    ', '\n') and '^  said' in m['text'] and m['wrong'] == len(m['positions']) > 0
+        *_, (idx, _) = data.make_task('flipflop', 8).eval_batches(m['split'], m['length'], m['sequence'] + 1)
+        assert all(idx[-1][p - 1] == data.READ for p in m['positions'])
+
+    wiki = save_run(tmp_path / 'wiki', 'wikitext', **tiny_text(tmp_path))
+    code, out, err = command(wiki, '--json', '--lengths=8,32', '--n=10')
+    rows = json.loads(out)['runs'][0]['rows']
+    assert [(row['split'], row['window'], row['tokens']) for row in rows] == [('test', 8, 32), ('test', 32, 32)]
+    assert all({'perplexity', 'bits_per_byte', 'by_position'} <= set(row) for row in rows)
+
+
+def test_mistakes_are_marked_where_they_are():
+    task = data.make_task('flipflop', 8)
+    tokens = task.encode('w1i0i1r1w0i1r0')
+    said = np.full(14, -1)
+    said[[6, 12]] = 0, 1
+    assert evaluation.marked(task, tokens, said, [7, 13]) == 'w1i0i1r1w0i1r0\n       ^     ^  said 0 1'
+    assert evaluation.marked(task, tokens, said, [7], before=3, after=2) == '...i1r1w...\n      ^  said 0'
+
+
+def test_best_before_last_and_a_choice(tmp_path, command):
+    run = save_run(tmp_path / 'run', name='last.pt', step=9)
+    assert '(last.pt, step 9)' in command(run, '--n=2')[1]
+    save_run(tmp_path / 'run', name='best.pt', step=7)
+    assert '(best.pt, step 7)' in command(run, '--n=2')[1]
+    assert '(last.pt, step 9)' in command(run, '--n=2', '--checkpoint=last.pt')[1]
+
+
+def test_seeds_of_a_setting_are_one_column(tmp_path, command):
+    runs = [save_run(tmp_path / f'{attn}-{seed}', attn=attn, seed=seed) for attn, seed in
+            (('tra', 0), ('rope', 0), ('tra', 1), ('tra', 2))]
+    args = ['--split=val', '--n=20', '--mistakes=0']
+    out = command(*runs, *args)[1]
+    exact = [json.loads(command(run, *args, '--json')[1])['runs'][0]['rows'][0]['exact_match'] for run in runs]
+    assert '| tra (3 seeds) |' in out and ' rope |' in out and 'exact match:' in out and 'token error:' in out
+    seeds = [exact[0], exact[2], exact[3]]
+    mean = sum(seeds) / 3
+    spread = math.sqrt(sum((x - mean) ** 2 for x in seeds) / 2)
+    assert f'{mean:.3f} ± {spread:.3f} | {exact[1]:.3f} |' in out and '±: standard deviation' in out
+
+
+def test_format_table():
+    row = {'split': 'val', 'length': 8, 'n': 1000, 'exact_match': 1.0, 'token_error': 0.0, 'upper95': 0.003, 'tokens': 2000}
+    other = {**row, 'length': 131072, 'exact_match': 0.9999, 'token_error': 0.00001, 'upper95': None}
+    assert evaluation.format_table([other, row]) == '\n'.join([
+        '| split | length | sequences | scored | error below | exact match | token error |',
+        '|-------|-------:|----------:|-------:|------------:|------------:|------------:|',
+        '| val   |      8 |      1000 |  2,000 |       0.003 |       1.000 |       0.000 |',
+        '| val   | 131072 |      1000 |  2,000 |           - |    0.999900 |     1.0e-05 |'])
+    wiki = {'split': 'test', 'window': 128, 'perplexity': 21.345, 'bits_per_byte': 1.2, 'tokens': 12345}
+    assert evaluation.format_table([wiki]).splitlines()[2] == '| test  |    128 | 12,345 |      21.34 |         1.200 |'
+
+
+class Trap:
+    def __reduce__(self):
+        return (print, ('this must not run',))
+
+
+def test_errors_are_one_line(tmp_path, command):
+    run = save_run(tmp_path / 'run')
+    copy = save_run(tmp_path / 'copy', 'copy', 4)
+    (tmp_path / 'empty').mkdir()
+    contents = {'damaged': b'not a checkpoint', 'cut': (tmp_path / 'run' / 'best.pt').read_bytes()[:2000], 'nothing': b''}
+    for name, content in contents.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'best.pt').write_bytes(content)
+    for name, content in {'trap': {'model': Trap()}, 'other': {'model': 1}, 'list': [1]}.items():
+        (tmp_path / name).mkdir()
+        torch.save(content, tmp_path / name / 'best.pt')
+    for words, *args in [
+            ('which run', ), ('does not exist', tmp_path / 'nowhere'), ('no checkpoint', tmp_path / 'empty'),
+            ('best.pt cannot be read', tmp_path / 'damaged'), ('best.pt cannot be read', tmp_path / 'cut'),
+            ('best.pt cannot be read', tmp_path / 'nothing'), ('best.pt is refused', tmp_path / 'trap'),
+            ("has no 'model_config'", tmp_path / 'other'), ("has no 'model'", tmp_path / 'list'),
+            ('last.pt is missing', run, '--checkpoint=last.pt'), ('must be even and at least 4', run, '--lengths=2'),
+            ('must be even', run, '--lengths=1x,9'), ('copy length 0', copy, '--lengths=0'),
+            ('neither a length', run, '--lengths=8y'), ('different tasks', run, copy), ("split 'test'", run, '--split=test'),
+            ('at least 1', run, '--n=0'), ('--nn=3', run, '--nn=3'), ('invalid int', run, '--n=x'),
+            ('.md or .json', run, '--out=x.txt'), ('no such folder', run, f'--out={tmp_path}/no/x.md'),
+            ('must end in .png', run, '--plot=x.pdf'), ("'z' is not a token", run, '--sample=wz'),
+            ('at least one token', run, '--sample='), ('1 to 96', run, '--attention=' + 'w1' * 60),
+            ('cannot be used', run, '--device=nonsense')]:
+        code, out, err = command(*args)
+        assert code == 2 and out == '' and err.startswith('eval.py: ') and err.count('\n') == 1 and words in err, (args, err)
+
+
+def test_ctrl_c_prints_what_is_done(tmp_path, command, monkeypatch):
+    run, calls, evaluate = save_run(tmp_path / 'run'), [], evaluation.evaluate
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) % 3 == 0:
+            raise KeyboardInterrupt
+        return evaluate(*args)
+    monkeypatch.setattr(evaluation, 'evaluate', interrupted)
+    code, out, err = command(run, '--n=2')
+    assert code == 130 and 'stopped early' in out and '| sparse |' in out and '| dense' not in out
+    code, out, err = command(run, '--n=2', '--json')
+    result = json.loads(out)
+    assert code == 130 and result['interrupted'] and len(result['runs'][0]['rows']) == 2
+    monkeypatch.setattr(evaluation, 'load_run', lambda *args: exec('raise KeyboardInterrupt'))
+    assert command(run) == (130, '', '\nstopped\n')
+
+
+def is_picture(path):
+    import struct
+    content = path.read_bytes()
+    width, height = struct.unpack('>II', content[16:24])
+    return content[:8] == b'\x89PNG\r\n\x1a\n' and len(content) > 5000 and width > 500 and height > 300
+
+
+def test_pictures(tmp_path, command):
+    pytest.importorskip('matplotlib')
+    run, rope = save_run(tmp_path / 'run'), save_run(tmp_path / 'rope', attn='rope')
+    assert command('--plot', run, rope, '--n=3', '--lengths=1x,4x')[0] == 0 and is_picture(tmp_path / 'run' / 'eval.png')
+    assert command(run, '--n=2', '--split=val', f'--plot={tmp_path}/one.png')[0] == 0 and is_picture(tmp_path / 'one.png')
+    wiki = save_run(tmp_path / 'wiki', 'wikitext', **tiny_text(tmp_path))
+    assert command(wiki, '--plot', '--lengths=4,32')[0] == 0 and is_picture(tmp_path / 'wiki' / 'eval.png')
+    assert command(run, '--attention=w1i0r1')[0] == 0 and is_picture(tmp_path / 'run' / 'attention.png')
+    assert command(rope, '--attention=2', '--lengths=6')[0] == 0 and is_picture(tmp_path / 'rope' / 'attention.png')
+
+
+def test_pictures_without_matplotlib(tmp_path, command, monkeypatch):
+    run = save_run(tmp_path / 'run')
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    for flag in ('--plot', '--attention=w1'):
+        code, out, err = command(run, flag)
+        assert code == 2 and out == '' and err == 'eval.py: pictures need matplotlib: pip install matplotlib\n'
+
+
+@pytest.mark.parametrize('attn', tra.ATTENTIONS)
+def test_attention_parts_are_those_of_the_model(attn):
+    task = data.make_task('flipflop', 8)
+    model = coin_model(task, attn).eval()
+    idx, outputs = torch.tensor([task.encode('w1i0i1w0r0')]), []
+    for block in model.blocks:
+        block.attn.register_forward_hook(lambda module, args, out: outputs.append((module, args[0], out)))
+    model(idx)
+    outputs = outputs[:2]
+    for parts, (module, x, out) in zip(evaluation.attention_parts(model, idx), outputs):
+        v = module.qkv(x)[0, :, 32:].view(10, 2, 8).transpose(0, 1)                     # (H, T, D)
+        y = module.proj((torch.tensor(parts['weights']) @ v).transpose(0, 1).reshape(10, 16))
+        torch.testing.assert_close(y, out[0], atol=1e-5, rtol=1e-4)
+        assert ('gate' in parts) == ('keep' in parts) == (attn == 'tra')
+        if attn == 'tra':
+            np.testing.assert_allclose(parts['gate'], module.gate(x)[0].sigmoid().T.detach(), atol=1e-6)
+
+
+def test_sample(tmp_path, command):
+    run, other = save_run(tmp_path / 'run'), save_run(tmp_path / 'other', attn='rope', seed=1)
+    code, out, err = command(run, '--sample=w1i0r', '--tokens=3')
+    assert code == 0 and out.startswith('w1i0r') and len(out) == 5 + 3 + 1
+    assert out == command(run, '--sample=w1i0r', '--tokens=3')[1]
+    out = command(run, other, '--sample=w1', '--temperature=2', '--top_k=3', '--json')[1]
+    assert [len(json.loads(line)['text']) for line in out.splitlines()] == [2 + 16] * 2
+    wiki = save_run(tmp_path / 'wiki', 'wikitext', **tiny_text(tmp_path))
+    assert command(wiki, '--sample=The ', '--tokens=5')[1].startswith('The ')

@@ -255,42 +255,52 @@ class Tiling:
         self.B, self.H, self.Tq, self.D = q.shape
         self.T = k.size(2)
         self.BH = self.B * self.H
-        self.block = 128 if self.T > 128 else 64
+        self.block = 128 if self.T > 256 else 64
         self.offset = (self.T - self.Tq) // self.block                      # the block of the first query
         self.left = self.T - self.Tq - self.offset * self.block             # padding before it
         self.right = -self.T % self.block
         self.N = (self.left + self.Tq + self.right) // self.block * self.BH
         self.device, self.dtype = q.device, widen(q).dtype
+        self.chunk = CHUNK * (128 // self.block) ** 2 * (1 if q.device.type == 'cpu' else 16)  # a GPU wants more to do at a time
 
     def queries(self, x):
         """(B, H, Tq, ...) to tiles (N, block, ...)"""
-        return self.cut(F.pad(x, (0, 0) * (x.dim() - 3) + (self.left, self.right)))
+        return self.cut(x, self.left, (self.block,))
 
     def keys(self, x):
         """(B, H, T, ...) to tiles, the keys of a block dealt into planes"""
-        return self.deal(self.cut(F.pad(x, (0, 0) * (x.dim() - 3) + (0, self.right))))
+        return self.cut(x, 0, (self.block // PLANES, PLANES))
 
-    def cut(self, x):
-        x = x.to(self.dtype).flatten(0, 1).unflatten(1, (-1, self.block))   # (B * H, blocks, block, ...)
-        return x.transpose(0, 1).flatten(0, 1).contiguous()
-
-    def deal(self, x):
-        return x.unflatten(1, (-1, PLANES)).transpose(1, 2).flatten(1, 2).contiguous()
-
-    def uncut(self, x):
-        x = x.unflatten(0, (-1, self.BH)).transpose(0, 1).flatten(1, 2)
-        return x.unflatten(0, (self.B, self.H))
+    def cut(self, x, left, shape):
+        if left or self.right:
+            x = F.pad(x, (0, 0) * (x.dim() - 3) + (left, self.right))
+        x = x.unflatten(2, (-1, *shape)).movedim(2, 0)                      # (blocks, B, H, groups, planes, ...)
+        if len(shape) == 2:
+            x = x.transpose(3, 4)
+        return x.reshape(-1, self.block, *x.shape[3 + len(shape):]).to(self.dtype)
 
     def uncut_queries(self, x, like):
-        return self.uncut(x)[:, :, self.left:self.left + self.Tq].to(like.dtype).contiguous()
+        return self.uncut(x.unflatten(0, (-1, self.B, self.H)), self.left, self.Tq, like)
 
     def uncut_keys(self, x, like):
-        x = x.unflatten(1, (PLANES, -1)).transpose(1, 2).flatten(1, 2)
-        return self.uncut(x)[:, :, :self.T].to(like.dtype).contiguous()
+        x = x.unflatten(0, (-1, self.B, self.H)).unflatten(3, (PLANES, -1)).transpose(3, 4)
+        return self.uncut(x, 0, self.T, like)
+
+    def uncut(self, x, left, length, like):
+        x = x.movedim(0, 2).reshape(self.B, self.H, -1, *like.shape[3:])
+        return x[:, :, left:left + length].to(like.dtype).contiguous()
+
+    def deal(self, x):
+        return x.unflatten(1, (-1, PLANES)).transpose(1, 2).flatten(1, 2)
 
     def rows(self, *shape):
         """zeros for something kept per query"""
         return torch.zeros(self.N, self.block, *shape, device=self.device, dtype=self.dtype)
+
+    def scratch(self):
+        """room for a tile matrix per step of the walk: fresh memory every time would cost more than the matmul into it"""
+        room = torch.empty(min(self.N, self.chunk), self.block, self.block, device=self.device, dtype=self.dtype)
+        return lambda a, b: torch.bmm(a, b, out=room[:len(a)])
 
     def hashes(self, seed, dropout):
         """a function of (query tiles, key tiles) to what dropout_mask needs: rows (N, block) and keys (N, block)"""
@@ -312,11 +322,10 @@ class Tiling:
         Yields (query tiles, key tiles, last visible key, d) for every step, right to left for each run of query tiles. Tiles
         are slices where they lie side by side, else indices. The caller may lower `reach` on the way: see `can_stop`.
         """
-        chunk = CHUNK if self.device.type == 'cpu' else 16 * CHUNK          # a GPU wants more to do at a time
         row = torch.arange(self.block, device=self.device, dtype=self.dtype)
-        for start in range(0, self.N, chunk):
+        for start in range(0, self.N, self.chunk):
             d = 0
-            while len(i := (reach[start:start + chunk] > d).nonzero()[:, 0]):
+            while len(i := (reach[start:start + self.chunk] > d).nonzero()[:, 0]):
                 lo, hi = start + int(i[0]), start + int(i[-1]) + 1
                 shift = (self.offset - d) * self.BH                         # from a query's tile to the key tile d to its left
                 if hi - lo == len(i):
@@ -362,16 +371,17 @@ def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: tor
         tk, tv = t.keys(k), t.keys(v)
         hashes = t.hashes(seed, dropout)
         count, total, out = t.rows(), t.rows(), t.rows(t.D)
-        reach, padding = t.full_reach(), t.queries(torch.ones_like(log_gate)) == 0
+        matmul, reach, padding = t.scratch(), t.full_reach(), t.queries(torch.ones_like(log_gate)) == 0
         for i, j, last, d in t.walk(reach):
-            scores = tq[i] @ tk[j].mT                                       # (tiles, block, block)
+            scores = matmul(tq[i], tk[j].mT)                                # (tiles, block, block)
             weights, sums, kept = forward_tile(scores, tg[i], count[i], last, *hashes(i, j), sparsity, dropout)
             add_matmul(out, i, weights, tv[j])
             count[i] += kept
             total[i] += sums
             if d >= FIRST_CHECK[q.device.type] and d & (d - 1) == 0:        # rarely: a check costs, on a GPU a wait
                 done = (finished(bound, tg[i], count[i], total[i]) | padding[i]).all(1).cpu()
-                reach[i] = torch.where(done, reach[i].clamp(max=d + 1), reach[i])
+                if 2 * done.sum() >= len(done):                             # what goes on must be gathered: is it worth it?
+                    reach[i] = torch.where(done, reach[i].clamp(max=d + 1), reach[i])
         empty = total == 0                                                  # rows that kept nothing output 0
         out /= total.masked_fill(empty, 1)[..., None]
         return t.uncut_queries(out, v), total.masked_fill(empty, 1).log(), reach
@@ -390,9 +400,10 @@ def tra_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
         hashes = t.hashes(seed, dropout)
         count, dq, dlog_gate = t.rows(), t.rows(t.D), t.rows()
         dk, dv = torch.zeros_like(tk), torch.zeros_like(tv)
+        matmul, matmul2 = t.scratch(), t.scratch()
         for i, j, last, _ in t.walk(reach):
-            scores = tq[i] @ tk[j].mT
-            dweights = tdout[i] @ tv[j].mT
+            scores = matmul(tq[i], tk[j].mT)
+            dweights = matmul2(tdout[i], tv[j].mT)
             weights, dlogits, sums, kept = backward_tile(scores, dweights, tg[i], count[i], lse[i], delta[i], last,
                                                          *hashes(i, j), sparsity, dropout)
             add_matmul(dq, i, dlogits, tk[j])

@@ -1,0 +1,18 @@
+# Flip-flop on a CPU, the demonstration: a small TRA model learns to remember the last bit written.
+#
+#     python train.py config/flipflop_cpu.py
+
+task = 'flipflop'
+train_length = 128
+n_layer = 2
+n_head = 4
+n_embd = 64
+batch_size = 32
+max_iters = 250
+learning_rate = 1e-3
+beta2 = 0.95                        # in so short a run a shorter memory is steadier
+log_interval = 25
+eval_interval = 125
+save_interval = 125
+final_n = 0                         # 1000 sequences of length 128, fewer of longer ones
+eval_lengths = (1, 4)

@@ -1,0 +1,21 @@
+# A language model of bytes on a CPU: WikiText-2, window 128; tested at windows up to 2048.
+#
+#     python data.py wikitext2 --tokenizer=bytes
+#     python train.py config/wikitext_cpu.py
+
+task = 'wikitext'
+dataset = 'wikitext2'
+tokenizer = 'bytes'
+train_length = 128
+n_layer = 4
+n_head = 4
+n_embd = 128
+batch_size = 32
+max_iters = 600
+learning_rate = 1e-3
+log_interval = 50
+eval_interval = 200
+save_interval = 200
+eval_n = 16_384                     # bytes
+final_n = 65_536
+eval_lengths = (1, 4, 16)
