@@ -255,6 +255,7 @@ class Tiling:
         self.B, self.H, self.Tq, self.D = q.shape
         self.T = k.size(2)
         self.BH = self.B * self.H
+        self.scale = 1 / math.sqrt(self.D)
         self.block = 128 if self.T > 256 else 64
         self.offset = (self.T - self.Tq) // self.block                      # the block of the first query
         self.left = self.T - self.Tq - self.offset * self.block             # padding before it
@@ -293,14 +294,16 @@ class Tiling:
     def deal(self, x):
         return x.unflatten(1, (-1, PLANES)).transpose(1, 2).flatten(1, 2)
 
-    def rows(self, *shape):
-        """zeros for something kept per query"""
-        return torch.zeros(self.N, self.block, *shape, device=self.device, dtype=self.dtype)
+    def rows(self):
+        """zeros for a number kept per query"""
+        return torch.zeros(self.N, self.block, device=self.device, dtype=self.dtype)
 
     def scratch(self):
-        """room for a tile matrix per step of the walk: fresh memory every time would cost more than the matmul into it"""
+        """
+        A matmul (N, block, block), alpha times, into the same memory at every step: fresh memory would cost more than the matmul.
+        """
         room = torch.empty(min(self.N, self.chunk), self.block, self.block, device=self.device, dtype=self.dtype)
-        return lambda a, b: torch.bmm(a, b, out=room[:len(a)])
+        return lambda a, b, alpha=1.0: room[:len(a)].baddbmm_(a, b, beta=0, alpha=alpha)
 
     def hashes(self, seed, dropout):
         """a function of (query tiles, key tiles) to what dropout_mask needs: rows (N, block) and keys (N, block)"""
@@ -336,12 +339,12 @@ class Tiling:
                 d += 1
 
 
-def add_matmul(x, i, a, b):
-    """x[i] += a @ b, without a copy where the tiles i are a slice"""
+def add_matmul(x, i, a, b, alpha=1.0, first=False):
+    """x[i] += alpha a @ b, without a copy where the tiles i are a slice; the first time x is written, not added to."""
     if isinstance(i, slice):
-        x[i].baddbmm_(a, b)
+        x[i].baddbmm_(a, b, beta=0 if first else 1, alpha=alpha)
     else:
-        x[i] = torch.baddbmm(x[i], a, b)
+        x[i] = torch.baddbmm(x[i], a, b, alpha=alpha)
 
 
 # The early exit. Query i has kept c keys so far; those it keeps further left have the distinct counts c + 1, c + 2, ..., and no
@@ -367,15 +370,15 @@ def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: tor
     """out (B, H, Tq, D); and by tile, for the backward pass, the log of each query's sum of weights, and the reach."""
     t = Tiling(q, k)
     with torch.autocast(q.device.type, enabled=False):
-        tq, tg = t.queries(q) / math.sqrt(t.D), t.queries(log_gate)
+        tq, tg = t.queries(q), t.queries(log_gate)
         tk, tv = t.keys(k), t.keys(v)
         hashes = t.hashes(seed, dropout)
-        count, total, out = t.rows(), t.rows(), t.rows(t.D)
+        count, total, out = t.rows(), t.rows(), torch.empty_like(tq)
         matmul, reach, padding = t.scratch(), t.full_reach(), t.queries(torch.ones_like(log_gate)) == 0
         for i, j, last, d in t.walk(reach):
-            scores = matmul(tq[i], tk[j].mT)                                # (tiles, block, block)
+            scores = matmul(tq[i], tk[j].mT, t.scale)                       # (tiles, block, block)
             weights, sums, kept = forward_tile(scores, tg[i], count[i], last, *hashes(i, j), sparsity, dropout)
-            add_matmul(out, i, weights, tv[j])
+            add_matmul(out, i, weights, tv[j], first=d == 0)
             count[i] += kept
             total[i] += sums
             if d >= FIRST_CHECK[q.device.type] and d & (d - 1) == 0:        # rarely: a check costs, on a GPU a wait
@@ -394,24 +397,26 @@ def tra_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
     """The gradients of q, k, v and log_gate: the same walk, every tile computed again from its inputs and lse."""
     t = Tiling(q, k)
     with torch.autocast(q.device.type, enabled=False):
-        tq, tg = t.queries(q) / math.sqrt(t.D), t.queries(log_gate)
+        tq, tg = t.queries(q), t.queries(log_gate)
         tk, tv = t.keys(k), t.keys(v)
         tdout, delta = t.queries(dout), t.queries((widen(dout) * widen(out)).sum(-1))
         hashes = t.hashes(seed, dropout)
-        count, dq, dlog_gate = t.rows(), t.rows(t.D), t.rows()
-        dk, dv = torch.zeros_like(tk), torch.zeros_like(tv)
+        count, dlog_gate, dq = t.rows(), t.rows(), torch.empty_like(tq)
+        dk, dv = torch.empty_like(tk), torch.empty_like(tv)
+        for x in (dk, dv):
+            x[:t.offset * t.BH] = 0                                         # the other key tiles are written at d = 0
         matmul, matmul2 = t.scratch(), t.scratch()
-        for i, j, last, _ in t.walk(reach):
-            scores = matmul(tq[i], tk[j].mT)
+        for i, j, last, d in t.walk(reach):
+            scores = matmul(tq[i], tk[j].mT, t.scale)
             dweights = matmul2(tdout[i], tv[j].mT)
             weights, dlogits, sums, kept = backward_tile(scores, dweights, tg[i], count[i], lse[i], delta[i], last,
                                                          *hashes(i, j), sparsity, dropout)
-            add_matmul(dq, i, dlogits, tk[j])
-            add_matmul(dk, j, dlogits.mT, tq[i])
-            add_matmul(dv, j, weights.mT, tdout[i])
+            add_matmul(dq, i, dlogits, tk[j], t.scale, first=d == 0)
+            add_matmul(dk, j, dlogits.mT, tq[i], t.scale, first=d == 0)
+            add_matmul(dv, j, weights.mT, tdout[i], first=d == 0)
             dlog_gate[i] += sums
             count[i] += kept
-        return (t.uncut_queries(dq / math.sqrt(t.D), q), t.uncut_keys(dk, k), t.uncut_keys(dv, v),
+        return (t.uncut_queries(dq, q), t.uncut_keys(dk, k), t.uncut_keys(dv, v),
                 t.uncut_queries(dlog_gate, log_gate))
 
 
