@@ -522,8 +522,8 @@ def bench(args):
     say('attention, fp32, H=4, D=64, B*T = 8192 or one sequence; forward, and forward + backward, in ms; MB added at the peak')
     say(f'{"T":>6} | {"dense":>6} {"blockwise":>9} {"sdpa":>6} | {"dense":>6} {"blockwise":>9} {"sdpa":>6} | {"dense / bw":>10} '
         f'{"bw / sdpa":>9} | {"MB dense":>8} {"blockwise":>9} {"sdpa":>5}')
-    for T in (512, 1024) if quick else (256, 512, 1024, 2048, 4096, 8192, 16384):
-        xs = attention_inputs(max(1, 8192 // T), T, device)
+    for T in (64, 128) if quick else (256, 512, 1024, 2048, 4096, 8192, 16384):
+        xs = attention_inputs(max(1, (512 if quick else 8192) // T), T, device)
         functions = ([tra.tra_dense] if T <= 2048 else []) + [tra.tra_blockwise, sdpa]
         repeats = 2 if quick else 7 if T <= 4096 else 3
         with torch.no_grad():
@@ -540,7 +540,7 @@ def bench(args):
             f'{cell(b[0] and b[0] / b[1], 10, ".1f")} {cell(b[1] / b[2], 9, ".2f")} | {cell(m[0], 8)} {cell(m[1], 9)} {cell(m[2], 5)}')
 
     say('\ntraining step (forward, backward, AdamW), window 256, vocabulary 256, no dropout: TRA beside RoPE with fused attention')
-    for name, size, batch in (('mini', (4, 4, 256), 8), ('medium', (8, 8, 512), 4)):
+    for name, size, batch in (('mini', (4, 4, 256), 1 if quick else 8), ('medium', (8, 8, 512), 1 if quick else 4)):
         steps = []
         for attn in ('tra', 'rope'):
             torch.manual_seed(0)
@@ -558,7 +558,7 @@ def bench(args):
         say(f'{name:>7} {size[0]}/{size[1]}/{size[2]}, batch {batch}: TRA {ours:.0f} ms, RoPE {rope:.0f} ms, ratio {ours / rope:.2f}')
 
     say('\nforward with gates that forget (log_gate = -2), one sequence: the early exit makes it linear in T')
-    for T in (1024, 2048) if quick else (4096, 8192, 16384, 32768, 65536):
+    for T in (512, 1024) if quick else (4096, 8192, 16384, 32768, 65536):
         xs = [x.detach() for x in attention_inputs(1, T, device, log_gate=-2.0)]
         functions = [lambda: tra.tra_blockwise(*xs)] + ([lambda: sdpa(*xs)] if T <= 16384 else [])
         times = clock(functions, 2 if quick else 5, device) + [None]

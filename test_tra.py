@@ -1311,3 +1311,14 @@ def test_sample(tmp_path, command):
     assert [len(json.loads(line)['text']) for line in out.splitlines()] == [2 + 16] * 2
     wiki = save_run(tmp_path / 'wiki', 'wikitext', **tiny_text(tmp_path))
     assert command(wiki, '--sample=The ', '--tokens=5')[1].startswith('The ')
+
+
+def test_benchmark(command):
+    code, out, _ = command('--bench', '--quick', '--json')
+    result = json.loads(out)
+    assert code == 0 and result['max_error'] < 1e-4
+    assert [row['T'] for row in result['kernel']] == [64, 128] and [row['size'] for row in result['step']] == ['mini', 'medium']
+    assert all(row['forward_backward_ms'][key] > 0 for row in result['kernel'] for key in ('dense', 'blockwise', 'sdpa'))
+    assert result['generate'][0]['tra'] > 0 and result['forgetful'][0]['blockwise_ms'] > 0
+    code, out, _ = command('--bench', '--quick')
+    assert code == 0 and 'grows as T^' in out and 'ratio' in out

@@ -181,13 +181,17 @@ def compiled(function):
 compiled.broken = False
 
 
+def by_plane(tile):
+    return tile.unflatten(-1, (PLANES, -1)).unbind(-2)
+
+
 def count_kept(scores, count, last, sparsity):
     """
     For a tile of scores (N, block, block), by plane: the scores, keep_ij and c_ij, each a list of (N, block, block / PLANES);
     and how many keys each query keeps in the whole tile (N, block). `count` (N, block) is what it kept to the right of the
     tile, `last` (block) the last key of the tile that it may see.
     """
-    planes = scores.unflatten(2, (PLANES, -1)).unbind(2)
+    planes = by_plane(scores)
     groups = planes[0].size(2)
     first = torch.arange(groups, device=scores.device, dtype=scores.dtype) * PLANES
     keep = [(s > 0) & (first + p <= last[:, None]) if sparsity else (first + p <= last[:, None]).expand_as(s)
@@ -200,10 +204,6 @@ def count_kept(scores, count, last, sparsity):
         running = running + x
         counts.insert(0, running)
     return planes, keep, counts, kept.sum(-1)
-
-
-def by_plane(tile):
-    return tile.unflatten(-1, (PLANES, -1)).unbind(-2)
 
 
 def dropout_masks(rows, keys, dropout, dtype):
