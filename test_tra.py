@@ -7,6 +7,7 @@ Oracles are plain loops written from the equations; they share no code with what
 summation orders can disagree on a score that rounds to about 0, and then every count to its left shifts by one. So
 equality is asserted in float64, or in float32 on fixed seeds.
 """
+import contextlib
 import dataclasses
 import hashlib
 import http.server
@@ -14,6 +15,9 @@ import io
 import json
 import math
 import os
+import random
+import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -1209,8 +1213,10 @@ def test_format_table():
 
 
 class Trap:
+    """a pickled object that, loaded carelessly, leaves a file behind"""
+
     def __reduce__(self):
-        return (print, ('this must not run',))
+        return os.system, ('touch trapped',)
 
 
 def test_errors_are_one_line(tmp_path, command):
@@ -1322,3 +1328,363 @@ def test_benchmark(command):
     assert result['generate'][0]['tra'] > 0 and result['forgetful'][0]['blockwise_ms'] > 0
     code, out, _ = command('--bench', '--quick')
     assert code == 0 and 'grows as T^' in out and 'ratio' in out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# train.py: tiny runs, most in this process
+
+TINY = {'train_length': 16, 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'dropout': 0.1, 'batch_size': 8, 'max_iters': 20, 'learning_rate': 1e-2,
+        'log_interval': 1, 'eval_interval': 10, 'save_interval': 5, 'eval_n': 8, 'final_n': 8, 'eval_lengths': 1}
+
+
+def as_args(settings):
+    return [f'--{key}={value}' for key, value in settings.items()]
+
+
+def train(*args, **settings):
+    """Runs train.py with these arguments in this process, from fresh: (exit code, stdout, stderr)."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
+    argv, sys.argv = sys.argv, ['train.py', *map(str, args), *as_args(settings)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
+    except SystemExit as stop:
+        code = stop.code
+    finally:
+        sys.argv = argv
+        for number, handler in handlers:
+            signal.signal(number, handler)
+    return code, out.getvalue(), err.getvalue()
+
+
+def tiny(out_dir, *args, **changes):
+    return train(*args, **{**TINY, 'out_dir': out_dir, **changes})
+
+
+def start(*args, launcher=(sys.executable,)):
+    env = {**os.environ, 'OMP_NUM_THREADS': '1'}
+    return subprocess.Popen([*launcher, str(ROOT / 'train.py'), *args], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT)
+
+
+def wait_for(process, text):
+    for line in process.stdout:
+        if text in line:
+            return line
+    raise AssertionError(f'train.py ended without {text!r}')
+
+
+def weights(folder, name='last.pt'):
+    return torch.load(Path(folder) / name, weights_only=True)['model']
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def losses(folder):
+    entries = [json.loads(line) for line in (Path(folder) / 'metrics.jsonl').read_text().splitlines()]
+    return {entry['step']: entry['loss'] for entry in entries if 'lr' in entry}
+
+
+def timeless(folder):
+    return [{k: v for k, v in json.loads(line).items() if k != 'ms'} for line in (Path(folder) / 'metrics.jsonl').read_text().splitlines()]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a whole run
+
+def test_run_leaves_table_files_and_next_command(tmp_path):
+    code, out, err = tiny(tmp_path / 'run', eval_lengths='1,2')
+    assert (code, err) == (0, '')
+    assert 'step 20/20 | loss ' in out and '| eta 0:00:00' in out and 'device cpu' in out
+    assert out.count('\nfinal | flipflop | tra | seed 0 | step 20 | val@16 ') == 1
+    assert '--attn=rope' in out and 'python eval.py' in out
+    assert sorted(x.name for x in (tmp_path / 'run').iterdir()) == ['best.pt', 'config.json', 'last.pt', 'metrics.jsonl']
+    config = json.loads((tmp_path / 'run' / 'config.json').read_text())
+    assert config['n_embd'] == 16 and config['eval_lengths'] == [1, 2] and config['device'] == 'cpu'
+    checkpoint = torch.load(tmp_path / 'run' / 'last.pt', weights_only=True)
+    assert set(checkpoint) == {'model', 'optimizer', 'step', 'best', 'config', 'model_config'} and checkpoint['step'] == 20
+    assert checkpoint['model_config']['vocab_size'] == 5 and not any('_orig_mod' in key for key in checkpoint['model'])
+
+    before = timeless(tmp_path / 'run')
+    assert len([e for e in before if 'lr' in e]) == 20 and len([e for e in before if 'final' in e]) == 8
+    code, out, _ = tiny(tmp_path / 'run', resume=True, eval_lengths='1,2')              # finished: only the table again
+    assert code == 0 and 'complete' in out and 'final | ' in out and 'loss' not in out
+    assert timeless(tmp_path / 'run') == before
+    code, _, err = tiny(tmp_path / 'run')                                               # not overwritten silently
+    assert code == 2 and '--resume=True' in err and '--overwrite=True' in err and err.count('\n') == 1
+    code, _, _ = tiny(tmp_path / 'run', overwrite=True, max_iters=5)
+    assert code == 0 and max(losses(tmp_path / 'run')) == 5
+    code, _, _ = tiny(tmp_path / 'run', resume=True, max_iters=8, log_interval=2)       # what may change
+    assert code == 0 and list(losses(tmp_path / 'run')) == [1, 2, 3, 4, 5, 6, 8]
+
+
+def test_default_out_dir_tells_runs_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('small.py').write_text('\n'.join(f'{k} = {v!r}' for k, v in TINY.items()) + '\nmax_iters = 2\n')
+    for seed, attn in ((0, 'tra'), (3, 'rope')):
+        assert train('small.py', seed=seed, attn=attn)[0] == 0
+        assert Path(f'out/small-{attn}-{seed}/last.pt').exists()
+
+
+def test_evaluation_and_logging_do_not_touch_training(tmp_path):
+    tiny(tmp_path / 'a', eval_interval=3, save_interval=2, log_interval=4)
+    tiny(tmp_path / 'b', eval_interval=1000, save_interval=1000, log_interval=1000)
+    assert same(weights(tmp_path / 'a'), weights(tmp_path / 'b'))
+    tiny(tmp_path / 'c', seed=1)
+    assert not same(weights(tmp_path / 'a'), weights(tmp_path / 'c'))
+
+
+@pytest.mark.parametrize('task', ['flipflop', 'copy'])             # rows of copy have different numbers of scored tokens
+def test_gradient_accumulation_is_one_large_batch(tmp_path, task):
+    tiny(tmp_path / 'a', task=task, dropout=0, batch_size=8)
+    tiny(tmp_path / 'b', task=task, dropout=0, batch_size=2, gradient_accumulation_steps=4)
+    a, b = losses(tmp_path / 'a'), losses(tmp_path / 'b')
+    assert max(abs(a[step] - b[step]) for step in a) < 1e-4
+
+
+def test_best_is_never_replaced_by_a_worse_one(tmp_path):
+    tiny(tmp_path, eval_interval=1, max_iters=40, learning_rate=0.05, eval_n=32)
+    errors = [e['token_error'] for e in timeless(tmp_path) if e.get('split') == 'val' and 'final' not in e]
+    best = torch.load(tmp_path / 'best.pt', weights_only=True)
+    lowest = min(errors)
+    assert best['best'] == lowest and best['step'] == max(i + 1 for i, error in enumerate(errors) if error == lowest)
+
+
+def test_learning_rate_schedule():
+    module = runpy.run_path(str(ROOT / 'train.py'), run_name='train')
+    get_lr = module['get_lr']
+    get_lr.__globals__.update(max_iters=100, warmup_ratio=0.05, min_lr_ratio=0.1, learning_rate=2.0)
+    assert [get_lr(s) for s in range(5)] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert get_lr(5) == 2.0 and get_lr(100) == pytest.approx(0.2)
+    assert get_lr(52) == pytest.approx(0.2 + 1.8 * (1 + math.cos(math.pi * 47 / 95)) / 2)
+    get_lr.__globals__.update(warmup_ratio=0.0, min_lr_ratio=1.0)
+    assert {get_lr(s) for s in range(100)} == {2.0}
+
+
+def test_weight_decay_is_for_matrices_only(tmp_path):
+    tiny(tmp_path, max_iters=1, weight_decay=0.5)
+    checkpoint = torch.load(tmp_path / 'last.pt', weights_only=True)
+    matrices, vectors = checkpoint['optimizer']['param_groups']
+    assert (matrices['weight_decay'], vectors['weight_decay']) == (0.5, 0.0)
+    assert len(matrices['params']) == sum(p.dim() >= 2 for p in checkpoint['model'].values())
+    assert len(matrices['params'] + vectors['params']) == len(checkpoint['model'])
+
+
+def test_compile_and_bfloat16(tmp_path):
+    code, out, err = tiny(tmp_path, attn='nope', compile='true', dtype='bfloat16', max_iters=3)
+    assert code == 0, err
+    assert 'compile True (as told)' in out and 'first step done' in out
+    assert all('_orig_mod' not in key and p.dtype == torch.float32 for key, p in weights(tmp_path).items())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# runs that are cut short
+
+def test_killed_three_times_ends_in_the_same_weights(tmp_path):
+    settings = {**TINY, 'max_iters': 300, 'save_interval': 25, 'eval_interval': 100}
+    whole = start(*as_args({**settings, 'out_dir': tmp_path / 'whole'}))
+    for kill in range(4):
+        run = start(*as_args({**settings, 'out_dir': tmp_path / 'killed', 'resume': kill > 0}))
+        if kill < 3:
+            wait_for(run, f'step {75 * kill + 40}/')
+            time.sleep(random.random() / 4)
+            run.kill()
+            run.wait()
+            assert torch.load(tmp_path / 'killed' / 'last.pt', weights_only=True)['step'] < 300
+        else:
+            assert 'final | ' in run.communicate()[0]
+    assert 'final | ' in whole.communicate()[0]
+    assert same(weights(tmp_path / 'whole'), weights(tmp_path / 'killed'))
+    assert same(weights(tmp_path / 'whole', 'best.pt'), weights(tmp_path / 'killed', 'best.pt'))
+    assert timeless(tmp_path / 'whole') == timeless(tmp_path / 'killed')
+
+
+def test_signals_save_and_say_how_to_resume(tmp_path):
+    signals = (signal.SIGINT, signal.SIGTERM)
+    runs = {number: start(*as_args({**TINY, 'max_iters': 100000, 'out_dir': tmp_path / number.name})) for number in signals}
+    for number, run in runs.items():
+        wait_for(run, 'step 7/')
+        run.send_signal(number)
+        out = run.communicate()[0]
+        assert run.returncode == 128 + number and 'Traceback' not in out
+        step = torch.load(tmp_path / number.name / 'last.pt', weights_only=True)['step']
+        assert f'{number.name}: stopped after step {step}' in out
+        assert f'--out_dir={tmp_path / number.name} --resume=True' in out
+
+
+def test_two_processes_train_as_one_and_resume(tmp_path):
+    settings = {**TINY, 'task': 'copy', 'train_length': 7, 'dropout': 0, 'gradient_accumulation_steps': 2, 'max_iters': 60}
+    assert train(**{**settings, 'out_dir': tmp_path / 'one'})[0] == 0
+    torchrun = (sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone')
+    run = start(*as_args({**settings, 'out_dir': tmp_path / 'two'}), launcher=torchrun)
+    wait_for(run, 'step 10/')
+    run.send_signal(signal.SIGTERM)
+    out = run.communicate()[0]
+    step = torch.load(tmp_path / 'two' / 'last.pt', weights_only=True)['step']
+    assert 10 <= step < 60 and out.count('stopped after step') == 1 and out.count(f'step {step}/') == 1
+    run = start(*as_args({**settings, 'out_dir': tmp_path / 'two', 'resume': True}), launcher=torchrun)
+    out = run.communicate()[0]
+    assert run.returncode == 0 and out.count('final | ') == 1 and '2 processes' in out
+    one, two = losses(tmp_path / 'one'), losses(tmp_path / 'two')
+    assert list(one) == list(two) == list(range(1, 61)) and one[60] < one[1] - 0.1
+    assert max(abs(one[step] - two[step]) for step in one) < 1e-4
+
+
+def test_loss_that_is_not_finite_stops_the_run(tmp_path):
+    code, out, err = tiny(tmp_path, learning_rate=1e38, save_interval=1, max_iters=50, warmup_ratio=0)
+    assert code == 1 and 'not finite at step' in err and f'{tmp_path}/last.pt of step' in err and err.count('\n') == 1
+    checkpoint = torch.load(tmp_path / 'last.pt', weights_only=True)
+    assert f'of step {checkpoint["step"]};' in err and all(p.isfinite().all() for p in checkpoint['model'].values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# settings
+
+def settings_of(*args):
+    return runpy.run_path(str(ROOT / 'train.py'), run_name='train')['read_settings'](args)[0]
+
+
+def test_files_and_flags(tmp_path):
+    file = tmp_path / 'x.py'
+    file.write_text('"""A comment."""\n# another\ndropout = 0\neval_lengths = [1, 2, 8]\nattn = "rope"\ncompile = False\nout_dir = None\n'
+                    'min_lr_ratio = -0.0\n')
+    s = settings_of('--seed', '7', '--attn=fot', str(file), '--compile=false', '--batch_size 32'.split()[0], '32', '--resume=true')
+    assert s['attn'] == 'fot' and s['seed'] == 7 and s['batch_size'] == 32 and s['resume'] is True and s['compile'] is False
+    assert s['dropout'] == 0.0 and type(s['dropout']) is float and s['eval_lengths'] == (1, 2, 8)
+    assert s['out_dir'] == 'out/x-fot-7' and s['n_embd'] == 256
+    assert settings_of('--dropout=0', '--learning_rate', '3e-4', '--eval_lengths=1,4,16')['eval_lengths'] == (1, 4, 16)
+    assert settings_of('--eval_lengths=4', '--grad_clip=-0')['eval_lengths'] == (4,)
+    assert settings_of()['out_dir'] == 'out/flipflop-tra-0'
+    assert settings_of('--out_dir=True story', '--out_dir=1')['out_dir'] == '1'
+
+
+def test_help_lists_every_setting():
+    code, out, _ = train('-h')
+    module = runpy.run_path(str(ROOT / 'train.py'), run_name='train')
+    lines = [line.split() for line in out.splitlines() if line.startswith('  --')]
+    assert code == 0 and [line[0] for line in lines] == [f'--{key}' for key in module['DEFAULTS']]
+    assert all(len(line) > 3 for line in lines)                     # key, type, default, comment
+    assert ['--n_layer', 'int', '4', 'blocks'] in lines
+
+
+@pytest.mark.parametrize('line, complaint', [
+    ('n_layers = 4', "x.py:2: unknown setting 'n_layers', did you mean 'n_layer'?"),
+    ('n_layer = 2.5', 'x.py:2: n_layer wants int'),
+    ('n_layer = True', 'x.py:2: n_layer wants int'),
+    ('dropout = "high"', 'x.py:2: dropout wants float'),
+    ('dropout = 1e999', 'x.py:2: dropout wants float'),
+    ('task = None', 'x.py:2: task wants str'),
+    ('eval_lengths = (1, "2")', 'x.py:2: eval_lengths wants whole numbers'),
+    ('eval_lengths = ()', 'x.py:2: eval_lengths wants whole numbers'),
+    ('batch_size = 4 * 8', "x.py:2: batch_size wants a plain value, not '4 * 8'"),
+    ('batch_size = open("/etc/passwd")', 'x.py:2: batch_size wants a plain value'),
+    ('import os', "x.py:2: a config file has lines like batch_size = 32, not 'import os'"),
+    ('seed = batch_size = 1', 'x.py:2: a config file has'),
+    ('seed = = 1', 'x.py:2: invalid syntax'),
+    ('task = "\x00"', 'null bytes'),
+])
+def test_bad_config_file(tmp_path, line, complaint):
+    file = tmp_path / 'x.py'
+    file.write_text(f'seed = 1\n{line}\n')
+    code, out, err = train(file)
+    assert (code, out) == (2, '') and complaint in err and err.count('\n') == 1 and 'Traceback' not in err
+
+
+@pytest.mark.parametrize('args, complaint', [
+    (['--batchsize=3'], "unknown setting 'batchsize', did you mean 'batch_size'?"),
+    (['--batchsize', '3'], "unknown setting 'batchsize', did you mean 'batch_size'?"),
+    (['--zzz=3'], "unknown setting 'zzz'"),
+    (['--n_layer=two'], '--n_layer=two: n_layer wants int'),
+    (['--n_layer='], '--n_layer=: n_layer wants int'),
+    (['--resume=maybe'], 'resume wants bool'),
+    (['--resume'], '--resume needs a value'),
+    (['--compile=perhaps'], "compile 'perhaps' is unknown"),
+    (['config/missing.py'], 'there is no config file config/missing.py'),
+    (['--task=chess'], "task 'chess' is unknown"),
+    (['--attn=linear'], "unknown attn 'linear'"),
+    (['--n_embd=10', '--n_head=4'], 'n_embd (10) must be divisible by n_head (4)'),
+    (['--train_length=7'], 'flipflop length 7 must be even'),
+    (['--task=copy', '--repeats=False', '--train_length=20'], 'n_symbols'),
+    (['--max_iters=0'], 'max_iters must be at least 1'),
+    (['--seed=-1'], 'seed must be at least 0'),
+    (['--beta2=1'], 'beta2 1.0 must be below 1'),
+    (['--device=tpu9'], "device 'tpu9' does not work here"),
+    (['--dtype=float16'], "dtype 'float16' is unknown"),
+    (['--resume=True', '--overwrite=True'], 'choose one'),
+    (['--resume=True'], 'nothing to resume'),
+    (['--task=wikitext', '--data_dir=nowhere'], 'python data.py wikitext103 --data_dir=nowhere'),
+])
+def test_bad_flag(tmp_path, monkeypatch, args, complaint):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = train(*args)
+    assert code == 2 and complaint in err and err.count('\n') == 1 and 'Traceback' not in err
+    assert not Path('out').exists()
+
+
+def test_bad_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny('run', max_iters=3)
+    last = Path('run/last.pt')
+    good = torch.load(last, weights_only=True)
+
+    def refused(complaint, **changes):
+        before = last.read_bytes()
+        code, _, err = tiny('run', resume=True, **{'max_iters': 3, **changes})
+        assert code == 2 and 'run/last.pt' in err and complaint in err and err.count('\n') == 1, err
+        assert last.read_bytes() == before
+
+    refused('n_embd=16, but 32', n_embd=32)
+    refused("attn='tra', but 'rope'", attn='rope')
+    refused('seed=0, but 1', seed=1)
+    refused('batch_size=8, but 4', batch_size=4)
+    refused('vocab_size', task='copy')
+    refused('step 3, beyond max_iters 2', max_iters=2)
+    torch.save({**good, 'model': {**good['model'], 'embed.weight': torch.zeros(7, 16)}}, last)
+    refused('does not fit')
+    torch.save({key: good[key] for key in good if key != 'optimizer'}, last)
+    refused('cannot be resumed')
+    torch.save({'weights': 1}, last)
+    refused('no checkpoint')
+    torch.save(good, last)
+    last.write_bytes(last.read_bytes()[:-1000])
+    refused('damaged')
+    torch.save({**good, 'config': Trap()}, last)
+    refused('pickled object')
+    assert not Path('trapped').exists()
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / 'file').write_text('')
+    code, _, err = tiny(tmp_path / 'file' / 'run')
+    assert code == 2 and str(tmp_path / 'file') in err and err.count('\n') == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the config files
+
+@pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda path: path.stem)
+def test_config_file_is_sound(path):
+    s = settings_of(str(path))
+    assert path.read_text().startswith('#') and f'python train.py config/{path.name}' in path.read_text()
+    assert s['task'] == path.stem.removesuffix('_cpu') and s['attn'] == 'tra' and len(path.read_text().splitlines()) <= 25
+
+
+def test_flipflop_cpu_learns(tmp_path):
+    code, out, err = train(ROOT / 'config' / 'flipflop_cpu.py', max_iters=50, log_interval=1, eval_n=8, final_n=8, eval_lengths=1, out_dir=tmp_path)
+    curve = losses(tmp_path)
+    assert code == 0 and curve[50] < 0.5 * curve[1], err
+
+
+def test_wikitext_cpu_learns(tmp_path):
+    source = ROOT.parent / 'shared' / 'data' / 'wikitext-2'
+    if not source.exists():
+        pytest.skip('needs the text of WikiText-2')
+    with contextlib.redirect_stdout(io.StringIO()):
+        data.prepare('wikitext2', 'bytes', tmp_path, source)
+    code, out, err = train(ROOT / 'config' / 'wikitext_cpu.py', max_iters=20, log_interval=1, eval_n=512, final_n=512, eval_lengths='1,2',
+                           data_dir=tmp_path, out_dir=tmp_path / 'run')
+    curve = losses(tmp_path / 'run')
+    assert code == 0 and 'test@256' in out and curve[20] < curve[1] - 1, err
