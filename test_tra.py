@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import re
 import runpy
 import signal
 import subprocess
@@ -1688,3 +1689,32 @@ def test_wikitext_cpu_learns(tmp_path):
                            data_dir=tmp_path, out_dir=tmp_path / 'run')
     curve = losses(tmp_path / 'run')
     assert code == 0 and 'test@256' in out and curve[20] < curve[1] - 1, err
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# README.md and config/
+
+def test_readme_names_what_exists():
+    text = (ROOT / 'README.md').read_text()
+    for name in re.findall(r'\b(?:config|assets|results)/[\w.-]+|(?<![*\w])\w+\.py\b', text):
+        assert (ROOT / name).exists() or (ROOT / 'config' / name).exists(), name
+    commands = [line.split('#')[0].strip() for block in re.findall(r'```bash\n(.*?)```', text, re.S) for line in block.splitlines()]
+    helps = {}
+    for script, args in (m.groups() for command in commands for m in re.finditer(r'(\w+\.py)\b([^&]*)', command)):
+        if script == 'test_tra.py' or 'pytest' in args:
+            continue
+        helps[script] = helps.get(script) or subprocess.check_output([sys.executable, script, '-h'], cwd=ROOT, text=True)
+        for flag in re.findall(r'--\w+', args):
+            assert flag in helps[script] or flag in subprocess.run([sys.executable, script, args.split()[0], '-h'], cwd=ROOT,
+                                                                   capture_output=True, text=True).stdout, (script, flag)
+    assert {'train.py', 'eval.py', 'data.py'} <= set(helps)
+
+
+@pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda path: path.stem)
+def test_config_files(path):
+    """headed by their command, short, and every setting known"""
+    text = path.read_text()
+    assert f'python train.py config/{path.name}' in text.split('\n\n')[0] and len(text.splitlines()) <= 30
+    read_file = runpy.run_path(str(ROOT / 'train.py'), run_name='settings')['read_file']
+    settings = read_file(path)
+    assert settings['task'] == path.stem.removesuffix('_cpu')
