@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from data import atomic, make_task
+from data import atomic, check, make_task
 from eval import METRICS, evaluate, format_table, read_checkpoint
 from tra import Config, Decoder
 
@@ -100,10 +100,6 @@ world = int(os.environ.get('WORLD_SIZE', 1))
 
 # -----------------------------------------------------------------------------
 # settings from files and flags
-
-def check(ok, message):
-    if not ok:
-        raise ValueError(message)
 
 def default_of(key, where):
     near = difflib.get_close_matches(key, DEFAULTS, 1, 0.5)
