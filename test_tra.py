@@ -135,10 +135,11 @@ SWITCHES = [{}, {'distance': False}, {'sparsity': False}]
 def test_dense_and_blockwise_equal_the_loops(T, D, switches, monkeypatch):
     monkeypatch.setattr(tra, 'FEW', 0)  # the kernel at T = 1 too
     B, H = (2, 3) if T < 100 else (1, 1)
+    single = inputs(B, H, T, D, torch.float32, seed=T + D)
+    dout = torch.randn(single[0].shape, generator=torch.Generator().manual_seed(1))
+    expected = loop_tra_heads(single, dout, **switches)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        xs = inputs(B, H, T, D, dtype, seed=T + D)
-        dout = torch.randn(xs[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-        expected = loop_tra_heads(xs, dout, **switches)
+        xs = [x.detach().to(dtype).requires_grad_() for x in single]
         for function in (tra_dense, tra_blockwise):
             out = function(*xs, **switches)
             for a, b in zip([out, *grads(out, xs, dout)], expected):
@@ -170,7 +171,7 @@ def test_fewer_queries_than_keys(T, Tq, few, monkeypatch):
 
 @pytest.mark.parametrize('switches', SWITCHES, ids=['tra', 'no distance', 'no sparsity'])
 def test_gradcheck(switches):
-    for T, D, Tq in ((20, 3, None), (70, 1, None), (70, 1, 33)):
+    for T, D, Tq in ((20, 2, None), (70, 1, 33)):
         xs = inputs(1, 1, T, D, seed=T, Tq=Tq)
         assert torch.autograd.gradcheck(lambda *x: tra_blockwise(*x, **switches), xs, eps=1e-7)
 
@@ -1364,7 +1365,7 @@ def tiny(out_dir, *args, **changes):
 
 
 def start(*args, launcher=(sys.executable,)):
-    env = {**os.environ, 'OMP_NUM_THREADS': '1'}
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'TORCHDYNAMO_DISABLE': '1'}
     return subprocess.Popen([*launcher, str(ROOT / 'train.py'), *args], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT)
 

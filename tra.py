@@ -159,12 +159,14 @@ FEW = 16  # up to so many queries, as in cached decoding, no tiles are cut: see 
 
 def compiled(function):
     """torch.compile, or the plain function, after one warning, where the machine has no compiler."""
-    fast = torch.compile(function, dynamic=False, recompile_limit=64)
+    fast = None  # until the first call: to load the compiler takes seconds
 
     @functools.wraps(function)
     def call(*args):
+        nonlocal fast
         if compiled.broken or len(args[0]) == 1:  # torch.compile would compile once more for a lone tile
             return function(*args)
+        fast = fast or torch.compile(function, dynamic=False, recompile_limit=64)
         for x in args:  # the number of tiles varies along the walk: compile once for all of them
             if isinstance(x, torch.Tensor) and x.dim() > 1:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
