@@ -152,7 +152,7 @@ def dropout_mask(rows, keys, dropout, dtype):
 #    and one compiled function, so that the cost of a call is shared. CHUNK tiles still fit the CPU's caches.
 
 PLANES = 8
-CHUNK = 32
+CHUNK = 64
 FIRST_CHECK = {'cpu': 1, 'cuda': 8, 'mps': 8}  # the first step after which the early exit is considered, then 2, 4, 8 ...
 FEW = 16  # up to so many queries, as in cached decoding, no tiles are cut: see tra_few
 
