@@ -237,13 +237,13 @@ METRICS = {'exact_match': ('exact match', share), 'token_error': ('token error',
            'perplexity': ('perplexity', '{:.2f}'.format), 'bits_per_byte': ('bits per byte', '{:.3f}'.format)}
 
 def format_table(rows):
-    """The rows of one run, as evaluate returns them, for people."""
+    """The rows of one run, as evaluate returns them, for people: splits and lengths down, metrics across."""
     return format_settings([('', [rows])])
 
 def format_settings(settings):
     """
-    Tables for [(label, [rows of a run, rows of its next seed, ...]), ...]: splits and lengths down; across, the metrics of the
-    one setting, or the settings, with a table for each metric.
+    Tables for [(label, [rows of a run, rows of its next seed, ...]), ...]. One setting: splits and lengths down, its metrics
+    across. Several: a table for each metric, settings down, splits and lengths across.
     """
     every = [row for _, runs in settings for rows in runs for row in rows]
     if not every:
@@ -251,29 +251,33 @@ def format_settings(settings):
     size = 'window' if 'window' in every[0] else 'length'
     splits = list(dict.fromkeys(row['split'] for row in every))
     places = sorted({(row['split'], row[size]) for row in every}, key=lambda x: (splits.index(x[0]), x[1]))
-    keys = [key for key in METRICS if key in every[0]]
+    metrics = {key: name for key, (name, _) in METRICS.items() if key in every[0]}
+    cells = {(place, label): [row for rows in runs for row in rows if (row['split'], row[size]) == place]
+             for label, runs in settings for place in places}
+    some = [next(cells[place, label][0] for label, _ in settings if cells[place, label]) for place in places]
+    counts = {'tokens' if size == 'window' else 'scored': [f"{row['tokens']:,}" for row in some]}
+    if size == 'length':
+        counts = {'sequences': [f"{row['n']:,}" for row in some], **counts}
+        # of those settings in which no seed was ever wrong
+        perfect = [any(cells[place, label] and all(row['upper95'] is not None for row in cells[place, label])
+                       for label, _ in settings) for place in places]
+        counts['error below'] = [f"{min(1, 3 / row['n']):.2g}" if x else '-' for row, x in zip(some, perfect)]
+
+    def write(key, rows):
+        values = [row[key] for row in rows]
+        spread = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
+        return METRICS[key][1](statistics.mean(values)) + spread if values else '-'
     if len(settings) == 1:
-        tables = {'': [(METRICS[key][0], settings[0][1], key) for key in keys]}
-    else:
-        tables = {f'{METRICS[key][0]}:\n\n': [(label, runs, key) for label, runs in settings] for key in keys}
+        columns = [[metrics[key], *(write(key, cells[place, settings[0][0]]) for place in places)] for key in metrics]
+        columns = [['split', *(split for split, _ in places)], [size, *(f'{length:,}' for _, length in places)],
+                   *([name, *column] for name, column in counts.items()), *columns]
+        return render(list(zip(*columns)))
     texts = []
-    for title, columns in tables.items():
-        bounded = columns[0][2] == 'exact_match'
-        lines = [['split', size, *(['sequences', 'scored'] if size == 'length' else ['tokens']),
-                  *['error below'] * bounded, *(name for name, _, _ in columns)]]
-        for place in places:
-            cells = [[row for rows in runs for row in rows if (row['split'], row[size]) == place] for _, runs, _ in columns]
-            some = next(rows for rows in cells if rows)[0]
-            line = [place[0], str(place[1]), *[str(some.get('n'))] * (size == 'length'), f"{some['tokens']:,}"]
-            if bounded:  # for those settings in which no seed was ever wrong
-                perfect = any(rows and all(row['upper95'] is not None for row in rows) for rows in cells)
-                line.append(f"{min(1, 3 / some['n']):.2g}" if perfect else '-')
-            for (_, _, key), rows in zip(columns, cells):
-                values = [row[key] for row in rows]
-                spread = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
-                line.append(METRICS[key][1](statistics.mean(values)) + spread if values else '-')
-            lines.append(line)
-        texts.append(title + render(lines))
+    for key, name in metrics.items():
+        lines = [['', *(f'{split} {length:,}' for split, length in places)]]
+        lines += [[label, *(write(key, cells[place, label]) for place in places)] for label, _ in settings]
+        lines += [[count, *column] for count, column in counts.items() if count != 'error below' or key == 'exact_match']
+        texts.append(f'{name}:\n\n{render(lines)}')
     return '\n\n'.join(texts)
 
 def render(lines):
@@ -287,19 +291,18 @@ def render(lines):
 SAME = {'seed', 'out_dir', 'resume', 'overwrite', 'log_interval', 'eval_interval', 'save_interval', 'eval_n', 'final_n',
         'eval_lengths', 'data_dir', 'device', 'dtype', 'compile', 'checkpoint', 'step'}
 
-def group(runs):
-    """[(label, runs)]: the runs of each setting, called by what sets it apart from the others."""
+def group(results):
+    """[(label, results)]: the runs of each setting, called by their attention and what sets them apart from most others."""
     groups = {}
-    for run in runs:
-        key = json.dumps({k: v for k, v in run['config'].items() if k not in SAME}, sort_keys=True)
-        groups.setdefault(key, []).append(run)
-    configs = [json.loads(key) for key in groups]
-    apart = [k for k in dict.fromkeys(k for c in configs for k in c) if any(c.get(k) != configs[0].get(k) for c in configs)]
-    labels = []
+    for result in results:
+        groups.setdefault(json.dumps(result['config'], sort_keys=True), []).append(result)
+    configs, labels = [json.loads(key) for key in groups], []
+    keys = [k for k in dict.fromkeys(k for c in configs for k in c) if any(c.get(k) != configs[0].get(k) for c in configs)]
     for config, members in zip(configs, groups.values()):
-        label = ', '.join(str(config.get(k)) if k == 'attn' else f'{k}={config.get(k)}' for k in apart) or config['attn']
+        rare = [k for k in keys if k != 'attn' and 2 * sum(c.get(k) == config.get(k) for c in configs) <= len(configs)]
+        label = ', '.join([config['attn'], *(f'{k}={config.get(k)}' for k in rare)])
         if len(label) > 40:  # too much differs to say: the folder has the better name
-            label = Path(members[0]['result']['run']).name
+            label = Path(members[0]['run']).name
         labels.append(label + (f' ({len(members)} seeds)' if len(members) > 1 else ''))
     return list(zip(labels, groups.values()))
 
@@ -617,21 +620,35 @@ def parse_lengths(text, task):
     return list(dict.fromkeys(lengths))
 
 def load_runs(args):
+    """[{'result', 'model', 'task'}] of the folders; a JSON file of results has them measured already, and no model."""
     runs = []
-    for folder in args.runs:
-        model, task, config = load_run(folder, args.device, args.checkpoint)
-        result = {'run': folder, 'task': task.name, 'attn': model.config.attn, 'seed': config.get('seed'),
+    for name in args.runs:
+        if name.endswith('.json'):
+            runs += [{'result': result} for result in read_results(name)]
+            continue
+        model, task, config = load_run(name, args.device, args.checkpoint)
+        result = {'run': name, 'task': task.name, 'attn': model.config.attn, 'seed': config.get('seed'),
                   'train_length': task.train_length, 'checkpoint': config['checkpoint'], 'step': config['step'],
-                  'rows': [], 'mistakes': []}
-        runs.append({'result': result, 'model': model, 'task': task, 'config': config})
-        first = runs[0]['task'].name
-        check(task.name == first, f'runs of different tasks: {args.runs[0]} is {first}, {folder} is {task.name}')
+                  'config': {key: value for key, value in config.items() if key not in SAME}, 'rows': [], 'mistakes': []}
+        runs.append({'result': result, 'model': model, 'task': task})
+    first = runs[0]['result']
+    for result in (run['result'] for run in runs):
+        check(result['task'] == first['task'],
+              f"runs of different tasks: {first['run']} is {first['task']}, {result['run']} is {result['task']}")
     return runs
+
+def read_results(path):
+    try:
+        results = json.loads(Path(path).read_text(encoding='utf-8'))['runs']
+        check(results and all({'run', 'task', 'attn', 'config', 'rows'} <= set(result) for result in results), 'runs are missing')
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{path} is no result of eval.py --out=FILE.json: {error}') from None
+    return results
 
 def plan(args, runs):
     """[(run, split, length, n, tokens)], each tried out, so that a length that cannot be is not found hours later."""
     cells = []
-    for run in runs:
+    for run in (run for run in runs if 'model' in run):
         task = run['task']
         splits = args.split.split(',') if args.split else ['test'] if task.name == 'wikitext' else task.splits
         lengths = parse_lengths(args.lengths, task) if args.lengths else task.lengths
@@ -662,7 +679,7 @@ def measure(args, runs, cells):
     finally:
         if sys.stderr.isatty():
             print(' ' * 79, end='\r', file=sys.stderr, flush=True)
-        for result in (run['result'] for run in runs):  # one of each split and length, then a second of each, ...
+        for result in (run['result'] for run in runs if 'model' in run):  # one of each split and length, then a second, ...
             result['mistakes'] = [m for some in zip_longest(*result['mistakes']) for m in some if m][:args.mistakes]
     return True
 
@@ -688,8 +705,9 @@ def make_table(args):
         pyplot()  # if it is missing, say so before the work
     finished = measure(args, runs, cells)
     results = [run['result'] for run in runs]
-    settings = [(label, [run['result']['rows'] for run in members]) for label, members in group(runs)]
-    as_json = json.dumps({'runs': results, **({} if finished else {'interrupted': True})}, indent=2, ensure_ascii=False)
+    settings = [(label, [result['rows'] for result in members]) for label, members in group(results)]
+    as_json = ',\n'.join(json.dumps(result, ensure_ascii=False) for result in results)  # a line for each run
+    as_json = '{"runs": [\n' + as_json + ('\n]}' if finished else '\n], "interrupted": true}')
     as_text = report(results, settings, finished)
     print(as_json if args.json else as_text, flush=True)
     if args.out:

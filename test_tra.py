@@ -1195,21 +1195,24 @@ def test_seeds_of_a_setting_are_one_column(tmp_path, command):
     args = ['--split=val', '--n=20', '--mistakes=0']
     out = command(*runs, *args)[1]
     exact = [json.loads(command(run, *args, '--json')[1])['runs'][0]['rows'][0]['exact_match'] for run in runs]
-    assert '| tra (3 seeds) |' in out and ' rope |' in out and 'exact match:' in out and 'token error:' in out
+    assert '\n| tra (3 seeds) |' in out and '\n| rope ' in out and 'exact match:' in out and 'token error:' in out
     seeds = [exact[0], exact[2], exact[3]]
     mean = sum(seeds) / 3
     spread = math.sqrt(sum((x - mean) ** 2 for x in seeds) / 2)
-    assert f'{mean:.3f} ± {spread:.3f} | {exact[1]:.3f} |' in out and '±: standard deviation' in out
+    assert f'| {mean:.3f} ± {spread:.3f} |' in out and re.search(rf'rope +\| +{exact[1]:.3f} \|', out) and '±: standard deviation' in out
+    saved = tmp_path / 'saved.json'  # results stand for runs
+    command(*runs[:2], *args, f'--out={saved}')
+    assert command(saved, *runs[2:], *args)[1].split('exact match:')[1] == out.split('exact match:')[1]
 
 
 def test_format_table():
     row = {'split': 'val', 'length': 8, 'n': 1000, 'exact_match': 1.0, 'token_error': 0.0, 'upper95': 0.003, 'tokens': 2000}
     other = {**row, 'length': 131072, 'exact_match': 0.9999, 'token_error': 0.00001, 'upper95': None}
     assert evaluation.format_table([other, row]) == '\n'.join([
-        '| split | length | sequences | scored | error below | exact match | token error |',
-        '|-------|-------:|----------:|-------:|------------:|------------:|------------:|',
-        '| val   |      8 |      1000 |  2,000 |       0.003 |       1.000 |       0.000 |',
-        '| val   | 131072 |      1000 |  2,000 |           - |    0.999900 |     1.0e-05 |'])
+        '| split |  length | sequences | scored | error below | exact match | token error |',
+        '|-------|--------:|----------:|-------:|------------:|------------:|------------:|',
+        '| val   |       8 |     1,000 |  2,000 |       0.003 |       1.000 |       0.000 |',
+        '| val   | 131,072 |     1,000 |  2,000 |           - |    0.999900 |     1.0e-05 |'])
     wiki = {'split': 'test', 'window': 128, 'perplexity': 21.345, 'bits_per_byte': 1.2, 'tokens': 12345}
     assert evaluation.format_table([wiki]).splitlines()[2] == '| test  |    128 | 12,345 |      21.34 |         1.200 |'
 
@@ -1232,6 +1235,7 @@ def test_errors_are_one_line(tmp_path, command):
     for name, content in {'trap': {'model': Trap()}, 'other': {'model': 1}, 'list': [1]}.items():
         (tmp_path / name).mkdir()
         torch.save(content, tmp_path / name / 'best.pt')
+    (tmp_path / 'run' / 'x.json').write_text('{"runs": []}')
     for words, *args in [
             ('which run', ), ('does not exist', tmp_path / 'nowhere'), ('no checkpoint', tmp_path / 'empty'),
             ('best.pt cannot be read', tmp_path / 'damaged'), ('best.pt cannot be read', tmp_path / 'cut'),
@@ -1244,7 +1248,7 @@ def test_errors_are_one_line(tmp_path, command):
             ('.md or .json', run, '--out=x.txt'), ('no such folder', run, f'--out={tmp_path}/no/x.md'),
             ('must end in .png', run, '--plot=x.pdf'), ("'z' is not a token", run, '--sample=wz'),
             ('at least one token', run, '--sample='), ('1 to 96', run, '--attention=' + 'w1' * 60),
-            ('cannot be used', run, '--device=nonsense')]:
+            ('cannot be used', run, '--device=nonsense'), ('is no result of eval.py', tmp_path / 'run' / 'x.json')]:
         code, out, err = command(*args)
         assert code == 2 and out == '' and err.startswith('eval.py: ') and err.count('\n') == 1 and words in err, (args, err)
 

@@ -153,7 +153,6 @@ def dropout_mask(rows, keys, dropout, dtype):
 
 PLANES = 8
 CHUNK = 64
-FIRST_CHECK = {'cpu': 1, 'cuda': 8, 'mps': 8}  # the first step after which the early exit is considered, then 2, 4, 8 ...
 FEW = 16  # up to so many queries, as in cached decoding, no tiles are cut: see tra_few
 
 
@@ -322,10 +321,14 @@ class Tiling:
         """how many key blocks each query tile has to visit, itself included; on the CPU, because it steers the walk"""
         return self.offset + 1 + torch.arange(self.N) // self.BH
 
+    def may_stop(self, d):
+        """whether to look, after step d, which tiles are done: a GPU has to be waited for, so there at 8, 16, 32, ... only"""
+        return d > 0 if self.device.type == 'cpu' else d >= 8 and d & (d - 1) == 0
+
     def walk(self, reach):
         """
         Yields (query tiles, key tiles, last visible key, d) for every step, right to left for each run of query tiles. Tiles
-        are slices where they lie side by side, else indices. The caller may lower `reach` on the way: see `can_stop`.
+        are slices where they lie side by side, else indices. The caller may lower `reach` on the way.
         """
         row = torch.arange(self.block, device=self.device, dtype=self.dtype)
         for start in range(0, self.N, self.chunk):
@@ -355,13 +358,15 @@ def add_matmul(x, i, a, b, alpha=1.0, first=False):
 #
 #     exp(bound) (e^{g c} + e^{g (c+1)} + ...)  =  exp(bound + g c) / (1 - e^g)              (l = s + g (c - 1), as above)
 #
-# Once that is below rounding beside the sum so far, the rest of the walk cannot change the result and is left out: heads
-# that forget cost O(T), not O(T^2). It is the same bound that makes lengths hold, see the top of this file.
+# The sum so far is at least 1, because the nearest kept key has e^s > 1. So once the tail is below rounding beside 1, which takes
+# a number of kept keys that the gate alone decides, the rest of the walk cannot change the result and is left out: heads that
+# forget cost O(T), not O(T^2). It is the same bound that makes lengths hold, see the top of this file.
 
-def finished(bound, log_gate, count, total):
-    """For each query: is all that is left below rounding? (g = 0, and a query that has kept nothing yet, never are.)"""
-    tail = bound + log_gate * count - torch.log(-torch.expm1(log_gate))
-    return tail <= torch.log(total) + math.log(torch.finfo(total.dtype).eps / 64)
+def enough(bound, log_gate, sparsity):
+    """How many kept keys make all the rest of a query's row too small to matter: 1 or more, infinite if it never forgets."""
+    least = 0 if sparsity else -bound                                       # the nearest key's score, at least
+    tail = bound - torch.log(-torch.expm1(log_gate)) - least                # at c = 0, in logarithms
+    return ((tail - math.log(torch.finfo(log_gate.dtype).eps / 64)) / log_gate.abs()).clamp(min=1)
 
 
 # Custom operators: to torch.compile each is one opaque node, so that compiling a model does not unroll the walk into it.
@@ -376,17 +381,18 @@ def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: tor
         tk, tv = t.keys(k), t.keys(v)
         hashes = t.hashes(seed, dropout)
         count, total, out = t.rows(), t.rows(), torch.empty_like(tq)
-        matmul, reach, padding = t.scratch(), t.full_reach(), t.queries(torch.ones_like(log_gate)) == 0
+        matmul, reach = t.scratch(), t.full_reach()
+        stop = t.queries(enough(bound, widen(log_gate), sparsity))          # 0 for padding
         for i, j, last, d in t.walk(reach):
             scores = matmul(tq[i], tk[j].mT, t.scale)                       # (tiles, block, block)
             weights, sums, kept = forward_tile(scores, tg[i], count[i], last, *hashes(i, j), sparsity, dropout)
             add_matmul(out, i, weights, tv[j], first=d == 0)
             count[i] += kept
             total[i] += sums
-            if d >= FIRST_CHECK[q.device.type] and d & (d - 1) == 0:        # rarely: a check costs, on a GPU a wait
-                done = (finished(bound, tg[i], count[i], total[i]) | padding[i]).all(1).cpu()
+            if t.may_stop(d):
+                done = (count[i] >= stop[i]).all(1).cpu()
                 if 2 * done.sum() >= len(done):                             # what goes on must be gathered: is it worth it?
-                    reach[i] = torch.where(done, reach[i].clamp(max=d + 1), reach[i])
+                    reach[i] = torch.where(done, d + 1, reach[i])
         empty = total == 0                                                  # rows that kept nothing output 0
         out /= total.masked_fill(empty, 1)[..., None]
         return t.uncut_queries(out, v), total.masked_fill(empty, 1).log(), reach
@@ -471,6 +477,7 @@ def tra_few(q, k, v, log_gate, sparsity, bound):
     q, log_gate = widen(q) / math.sqrt(q.size(-1)), widen(log_gate)[..., None]
     i = torch.arange(T - Tq, T, device=q.device)[:, None]
     count = total = out = torch.zeros_like(log_gate)                        # (B, H, Tq, 1)
+    last = enough(bound, log_gate, sparsity)
     stop, span = T, 256
     while stop > 0:
         start = max(0, stop - span)
@@ -483,7 +490,7 @@ def tra_few(q, k, v, log_gate, sparsity, bound):
         total = total + weights.sum(-1, keepdim=True)
         count = counts[..., :1]
         stop, span = start, 2 * span
-        if stop and finished(bound, log_gate, count, total).all():
+        if stop and (count >= last).all():
             break
     return (out / total.masked_fill(total == 0, 1)).to(dtype_out)
 
