@@ -44,8 +44,12 @@ ATTENTIONS = ['tra', 'rope', 'nope', 'alibi', 'cope', 'fot']
 
 
 @pytest.fixture(autouse=True)
-def eager():
-    """run the tile functions uncompiled, on one thread: tests are small, and compiling many shapes would take minutes"""
+def eager(monkeypatch):
+    """
+    Run the tile functions uncompiled, on one thread: tests are small, and compiling many shapes would take minutes. And cut
+    tiles of short sequences too, which otherwise go to the formula.
+    """
+    monkeypatch.setattr(tra, 'SHORT', 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.compiler.set_stance('force_eager'):
@@ -220,6 +224,17 @@ def test_large_scores_are_refused():
     q, k, v, log_gate = inputs(1, 1, 40, 8)
     with pytest.raises(ValueError, match='exp overflows'):
         tra_blockwise(q * 20, k * 20, v, log_gate)
+
+
+def test_short_sequences_take_the_formula(monkeypatch):
+    xs = inputs(2, 3, 48, 8)
+    seed = torch.tensor(5)
+    cut = tra_blockwise(*xs, dropout=0.3, seed=seed)
+    monkeypatch.setattr(tra, 'SHORT', 48)
+    monkeypatch.setattr(tra, 'tra_forward', None)  # the kernel, which is not called
+    whole = tra_blockwise(*xs, dropout=0.3, seed=seed)
+    close(whole, cut, 1e-14)
+    assert torch.equal(whole, tra_dense(*xs, dropout=0.3, seed=seed)) and tra_blockwise(*xs, dropout=0.3).shape == cut.shape
 
 
 GATES = ['never', 'slow', 'fast', 'at once', 'one stubborn row', 'one stubborn head', 'mixed']
@@ -477,9 +492,15 @@ def test_decoder_equals_numpy(pre_norm):
 
 
 def test_initialisation_and_sizes():
-    model = Decoder(Config(1000, n_embd=64, n_layer=2))
+    model = Decoder(Config(1000, n_embd=64, n_layer=2, pre_norm=False))
     embed, head = model.embed.weight, model.head.weight
     assert embed.abs().max() <= 0.01 and embed.abs().max() > 0.0099 and abs(head.std() - 0.02) < 0.001
+    for name, p in Decoder(Config(1000, n_embd=64, n_layer=2, attn='fot')).named_parameters():
+        if p.dim() == 2 and p.numel() > 1000:
+            assert abs(p.std() - (0.01 if name.endswith(('proj.weight', 'down.weight')) else 0.02)) < 0.001
+        else:
+            assert 'gate.weight' in name or (p == (1 if 'norm' in name else 0)).all()
+    assert (Decoder(Config(10, attn='cope')).blocks[0].attn.table == 0).all()
     assert head.data_ptr() != embed.data_ptr()
     block = 2 * 64 + 4 * 64 * 64 + 64 + 64 * 4 + 4 + 64 * 256 + 256 + 128 * 64 + 64
     assert sum(p.numel() for p in model.parameters()) == 2 * 1000 * 64 + 64 + 2 * block

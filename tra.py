@@ -153,7 +153,8 @@ def dropout_mask(rows, keys, dropout, dtype):
 
 PLANES = 8
 CHUNK = 64
-FEW = 16  # up to so many queries, as in cached decoding, no tiles are cut: see tra_few
+FEW = 16    # up to so many queries, as in cached decoding, no tiles are cut: see tra_few
+SHORT = 48  # up to so many keys a tile would be mostly padding, and the formula itself is faster
 
 
 def compiled(function):
@@ -464,10 +465,12 @@ def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, 
             bound = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) / math.sqrt(q.size(-1))
     if bound > 80:
         raise ValueError(f'scores may reach {bound:.0f}, and exp overflows beyond 80: RMS-normalise q and k')
-    if q.size(2) <= FEW and not dropout and not torch.compiler.is_compiling():
-        return tra_few(q, k, v, log_gate, sparsity, bound)
     if seed is None:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    if k.size(2) <= SHORT:
+        return tra_dense(q, k, v, log_gate, sparsity, True, dropout, seed)
+    if q.size(2) <= FEW and not dropout and not torch.compiler.is_compiling():
+        return tra_few(q, k, v, log_gate, sparsity, bound)
     return tra_forward(q, k, v, log_gate, seed, sparsity, dropout, bound)[0]
 
 
@@ -686,8 +689,23 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        nn.init.uniform_(self.embed.weight, -0.01, 0.01)  # as the notebook; the rest has PyTorch's defaults
-        nn.init.normal_(self.head.weight, std=0.02)
+        if config.pre_norm:
+            self.initialise()
+        else:  # as the notebook, whose norms undo the scale of the stream; the rest has PyTorch's defaults
+            nn.init.uniform_(self.embed.weight, -0.01, 0.01)
+            nn.init.normal_(self.head.weight, std=0.02)
+
+    def initialise(self):
+        """
+        GPT-2's: all that adds to the residual stream starts about as small as the embedding, so that the second layer can still
+        tell the tokens apart. With PyTorch's defaults attention drowns them, and copy and induct learn several times slower.
+        """
+        for name, p in self.named_parameters():
+            if name.endswith('bias'):
+                nn.init.zeros_(p)
+            elif p.dim() == 2 and not name.endswith('table'):
+                last = name.endswith(('proj.weight', 'down.weight'))        # the last matrix of a branch
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if last else 0.02)
 
     def forward(self, idx, targets=None, cache=None):
         """

@@ -1,17 +1,18 @@
-# Induction on up to 20 symbols on a CPU, tested up to 60. Eight keys a sequence instead of one: eight times the signal.
+# Induction on a CPU: which symbol followed this one? Up to 8 symbols in training, up to 48 in the test.
 #
 #     python train.py config/induct_cpu.py
 
 task = 'induct'
-train_length = 20
-n_symbols = 26
-n_queries = 8
+train_length = 8
+n_symbols = 48
+repeats = False                     # a key stands in one place only
 n_layer = 2
 n_head = 4
 n_embd = 128
-batch_size = 64
+dropout = 0.0
+batch_size = 128
 max_iters = 2000
 learning_rate = 1e-3
 eval_interval = 500
 save_interval = 500
-eval_lengths = (1, 2, 3)            # buckets 2-20, 21-40, 41-60
+eval_lengths = (1, 2, 3, 4, 6)      # buckets 2-8, 9-16, 17-24, 25-32, 41-48
