@@ -5,9 +5,9 @@ Does what was learned on short sequences hold on long ones? Tables and pictures 
     python eval.py out/TRA out/ROPE --lengths=1x,8x,64x --n=100   runs side by side, at multiples of the training length
     python eval.py out/RUN --split=sparse,dense --lengths=4096    some splits, a length of your own
     python eval.py out/TRA out/ROPE --plot                        the metric against length, eval.png in the first folder
-    python eval.py out/RUN --attention=w1i0i1r1                   what each head keeps, attention.png in the folder
+    python eval.py out/TRA out/ROPE --attention=w1i0i1r1          what each head attends to, attention.png in the first folder
     python eval.py out/RUN --sample=w1i0r --tokens=1              what the model says next
-    python eval.py out/RUN --json > result.json                   for programs
+    python eval.py out/RUN --json > result.json                   for programs; eval.py result.json prints the table again
     python eval.py --bench                                        what the kernel costs on this machine
 
 Runs that differ in nothing but the seed are one setting, shown as mean and standard deviation.
@@ -411,20 +411,27 @@ def attention_parts(model, idx):
         layers.append({name: part[0].float().cpu().numpy() for name, part in parts.items()})
     return layers
 
-def plot_attention(layers, labels, title, path):
-    """A panel for each layer and head: queries down, keys across, the weight as colour; TRA's counts and gates as numbers."""
+def plot_attention(rows, title, path):
+    """
+    Rows of (name, labels of the tokens, attention_parts of a layer), a panel for each head: queries down, keys across, the weight
+    as colour; TRA's counts and gates as numbers.
+    """
     plt = pyplot()
     from matplotlib.colors import LinearSegmentedColormap
-    T, H = len(labels), len(layers[0]['weights'])
-    tra_run, gated, numbers = 'keep' in layers[0], 'gate' in layers[0], T <= 24
+    T, H = max(len(labels) for _, labels, _ in rows), max(len(parts['weights']) for _, _, parts in rows)
+    any_tra, any_gate = (any(key in parts for _, _, parts in rows) for key in ('keep', 'gate'))
+    numbers = T <= 24
     blues = LinearSegmentedColormap.from_list('', ['#e3eefa', '#6fa8dc', BLUE, '#0b2f5e'])
     oranges = LinearSegmentedColormap.from_list('', ['#fff3e6', '#f5a623'])
     cell = 0.36 if numbers else max(0.1, 8.6 / T)  # inches
     side, font = cell * (T + 2), min(12, 60 * cell)
-    fig, axes = plt.subplots(len(layers), H, squeeze=False, layout='constrained',
-                             figsize=(max(7, H * (side + 0.5) + 1), len(layers) * (side + 0.4) + 1.2))
-    for n, parts in enumerate(layers):
-        for h, ax in enumerate(axes[n]):
+    fig, axes = plt.subplots(len(rows), H, squeeze=False, layout='constrained',
+                             figsize=(max(7, H * (side + 0.5) + 1), len(rows) * (side + 0.4) + 1.2))
+    for n, (name, labels, parts) in enumerate(rows):
+        T, tra_run, gated = len(labels), 'keep' in parts, 'gate' in parts
+        for ax in axes[n, len(parts['weights']):]:
+            ax.axis('off')
+        for h, ax in enumerate(axes[n, :len(parts['weights'])]):
             weights = parts['weights'][h]
             keep = parts['keep'][h] > 0 if tra_run else np.tri(T) > 0
             image = np.ones((T, T + 2, 4))                                  # keys, a gap, the gate
@@ -445,18 +452,18 @@ def plot_attention(layers, labels, title, path):
                 if gated:
                     ax.text(T + 1.5, i + 0.52, f"{parts['gate'][h, i]:.2f}", ha='center', va='center', fontsize=8)
             ax.set(xlim=(0, T + 2), ylim=(T, 0), aspect='equal')
-            ax.set_title(f'layer {n + 1}, head {h + 1}', loc='left', fontsize=14)
+            ax.set_title(f'{name}, head {h + 1}', loc='left', fontsize=14)
             turn = 90 if max(map(len, labels)) > 2 else 0
             ax.set_xticks(np.arange(T) + 0.5, labels, fontsize=font, family='monospace', rotation=turn)
             ax.set_yticks(np.arange(T) + 0.5, labels, fontsize=font, family='monospace')
             ax.tick_params(length=0, pad=2)
             ax.spines[:].set_visible(False)
-    bar = fig.colorbar(plt.cm.ScalarMappable(cmap=blues), ax=axes, shrink=min(1, 4 / (side * len(layers))), aspect=18, pad=0.01)
+    bar = fig.colorbar(plt.cm.ScalarMappable(cmap=blues), ax=axes, shrink=min(1, 4 / (side * len(rows))), aspect=18, pad=0.01)
     bar.set_label('attention weight', fontsize=13)
     bar.outline.set_visible(False)
-    notes = ['a row is a query, a column a key'] + ['grey: dropped'] * tra_run
-    notes += ['2/7: the 2nd kept key, and 7th of all, back from the query'] * (tra_run and numbers)
-    notes += ['gate: what is left of a weight for each kept key further back'] * gated
+    notes = ['a row is a query, a column a key'] + ['grey: dropped'] * any_tra
+    notes += ['2/7: the 2nd kept key, and 7th of all, back from the query'] * (any_tra and numbers)
+    notes += ['gate: what is left of a weight for each kept key further back'] * any_gate
     fig.suptitle(title, fontsize=18, fontweight='bold')
     fig.supxlabel('    '.join(notes) if side * H > 18 else '\n'.join(notes), fontsize=13, color='#555555')
     fig.savefig(path, dpi=min(160, 3200 / fig.get_figwidth()), bbox_inches='tight', pad_inches=0.2)
@@ -505,46 +512,40 @@ def attention_inputs(B, T, device, log_gate=None, H=4, D=64):
     return [x.to(device).requires_grad_() for x in (q, k, v, gate)]
 
 def bench(args):
-    """What TRA costs, beside the formula as it stands and beside torch's fused attention, which does less."""
-    device, quick, as_json = args.device, args.quick, args.json
+    """What TRA costs, beside the formula as it stands and beside torch's fused attention (SDPA), which does less."""
+    device, quick = args.device, args.quick
     sdpa = lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, is_causal=True)
     blockwise = lambda *xs: tra.tra_blockwise(*xs, bound=8.1)  # as the model calls it: sqrt(D), and a little for rounding
     result = {'torch': torch.__version__, 'device': device, 'threads': torch.get_num_threads(), 'kernel': [], 'step': [],
               'forgetful': [], 'generate': []}
-    say = lambda *words: None if as_json else print(*words, flush=True)
+    say = lambda what: print(f'measuring {what}', file=sys.stderr, flush=True)
 
     def backward(function, xs):
         dout = torch.ones_like(xs[2])
         return lambda: torch.autograd.grad(function(*xs), xs if function is not sdpa else xs[:3], dout)
 
     xs = attention_inputs(2, 300, device)
-    error = max(float((a - b).detach().abs().max()) for a, b in zip(
+    result['max_error'] = max(float((a - b).detach().abs().max()) for a, b in zip(
         [blockwise(*xs), *backward(blockwise, xs)()], [tra.tra_dense(*xs), *backward(tra.tra_dense, xs)()]))
-    result['max_error'] = error
-    say(f'blockwise against dense, fp32, outputs and gradients: largest difference {error:.1e}\n')
 
-    say('attention, fp32, H=4, D=64, B*T = 8192 or one sequence; forward, and forward + backward, in ms; MB added at the peak')
-    say(f'{"T":>6} | {"dense":>6} {"blockwise":>9} {"sdpa":>6} | {"dense":>6} {"blockwise":>9} {"sdpa":>6} | {"dense / bw":>10} '
-        f'{"bw / sdpa":>9} | {"MB dense":>8} {"blockwise":>9} {"sdpa":>5}')
-    for T in (64, 128) if quick else (256, 512, 1024, 2048, 4096, 8192, 16384):
+    for T in (64, 128) if quick else (256, 512, 1024, 2048, 4096, 8192, 16384, 32768):
+        say(f'attention, T = {T}')
         xs = attention_inputs(max(1, (512 if quick else 8192) // T), T, device)
-        functions = ([tra.tra_dense] if T <= 2048 else []) + [blockwise, sdpa]
+        functions = {'dense': tra.tra_dense, 'blockwise': blockwise, 'sdpa': sdpa}
+        if T > 2048:
+            del functions['dense']  # needs gigabytes
+        if T > 16384:
+            del functions['sdpa']   # takes a minute
         repeats = 2 if quick else 7 if T <= 4096 else 3
         with torch.no_grad():
-            forward = clock([lambda f=f: f(*xs) for f in functions], repeats, device)
-        both = clock([backward(f, xs) for f in functions], repeats, device)
-        memory = [peak_mb(backward(f, xs), device) for f in functions]
-        missing = [None] * (3 - len(functions))  # dense beyond T = 2048 needs gigabytes
-        f, b, m = missing + forward, missing + both, missing + memory
-        result['kernel'].append({'T': T, 'batch': len(xs[0]), 'forward_ms': dict(zip(('dense', 'blockwise', 'sdpa'), f)),
-                                 'forward_backward_ms': dict(zip(('dense', 'blockwise', 'sdpa'), b)),
-                                 'peak_mb': dict(zip(('dense', 'blockwise', 'sdpa'), m))})
-        cell = lambda x, width, form='.0f': f'{"-" if x is None else format(x, form):>{width}}'
-        say(f'{T:>6} | {cell(f[0], 6)} {cell(f[1], 9)} {cell(f[2], 6)} | {cell(b[0], 6)} {cell(b[1], 9)} {cell(b[2], 6)} | '
-            f'{cell(b[0] and b[0] / b[1], 10, ".1f")} {cell(b[1] / b[2], 9, ".2f")} | {cell(m[0], 8)} {cell(m[1], 9)} {cell(m[2], 5)}')
+            forward = clock([lambda f=f: f(*xs) for f in functions.values()], repeats, device)
+        both = clock([backward(f, xs) for f in functions.values()], repeats, device)
+        memory = [peak_mb(backward(f, xs), device) for f in functions.values()]
+        result['kernel'].append({'T': T, 'batch': len(xs[0]), 'forward_ms': dict(zip(functions, forward)),
+                                 'forward_backward_ms': dict(zip(functions, both)), 'peak_mb': dict(zip(functions, memory))})
 
-    say('\ntraining step (forward, backward, AdamW), window 256, vocabulary 256, no dropout: TRA beside RoPE with fused attention')
     for name, size, batch in (('mini', (4, 4, 256), 1 if quick else 8), ('medium', (8, 8, 512), 1 if quick else 4)):
+        say(f'a training step, {name}')
         steps = []
         for attn in ('tra', 'rope'):
             torch.manual_seed(0)
@@ -558,36 +559,61 @@ def bench(args):
                 optimizer.zero_grad(set_to_none=True)
             steps.append(step)
         ours, rope = clock(steps, 2 if quick else 10, device)
-        result['step'].append({'size': name, 'batch': batch, 'tra_ms': ours, 'rope_ms': rope, 'ratio': ours / rope})
-        say(f'{name:>7} {size[0]}/{size[1]}/{size[2]}, batch {batch}: TRA {ours:.0f} ms, RoPE {rope:.0f} ms, ratio {ours / rope:.2f}')
+        result['step'].append({'size': name, 'layers_heads_width': size, 'batch': batch, 'tra_ms': ours, 'rope_ms': rope})
 
-    say('\nforward with gates that forget (log_gate = -2), one sequence: the early exit makes it linear in T')
     for T in (512, 1024) if quick else (4096, 8192, 16384, 32768, 65536):
+        say(f'gates that forget, T = {T}')
         xs = [x.detach() for x in attention_inputs(1, T, device, log_gate=-2.0)]
         functions = [lambda: blockwise(*xs)] + ([lambda: sdpa(*xs)] if T <= 16384 else [])
         times = clock(functions, 2 if quick else 5, device) + [None]
         result['forgetful'].append({'T': T, 'blockwise_ms': times[0], 'sdpa_ms': times[1]})
-        say(f'{T:>6}: blockwise {times[0]:.1f} ms' + (f', sdpa {times[1]:.1f} ms' if times[1] else ''))
-    first, last = result['forgetful'][0], result['forgetful'][-1]
-    result['exponent'] = math.log(last['blockwise_ms'] / first['blockwise_ms']) / math.log(last['T'] / first['T'])
-    say(f'grows as T^{result["exponent"]:.2f}')
 
-    say('\ncached generation, mini 4/4/256, one sequence, untrained: tokens per second')
     for context in (256,) if quick else (1024, 8192, 32768):
-        speed = {}
+        say(f'cached generation after {context} tokens')
+        steps = []
         for attn in ('tra', 'rope'):
             torch.manual_seed(0)
             model = tra.Decoder(tra.Config(256, dropout=0.0, attn=attn)).to(device).eval()
+            cache = model.new_cache()
             with torch.no_grad():
-                cache = model.new_cache()
                 for part in torch.randint(256, (1, context), device=device).split(1024, 1):
                     model.trunk(part, cache)
-                token = torch.zeros(1, 1, dtype=torch.long, device=device)
-                speed[attn] = 1e3 / clock([lambda: model(token, cache=cache)], 10 if quick else 60, device)[0]
-        result['generate'].append({'context': context, **speed})
-        say(f'{context:>6}: TRA {speed["tra"]:.0f}, RoPE {speed["rope"]:.0f}')
-    if as_json:
-        print(json.dumps(result))
+            token = torch.zeros(1, 1, dtype=torch.long, device=device)
+            steps.append(torch.no_grad()(lambda model=model, token=token, cache=cache: model(token, cache=cache)))
+        ours, rope = clock(steps, 10 if quick else 60, device)
+        result['generate'].append({'context': context, 'tra': 1e3 / ours, 'rope': 1e3 / rope})
+    as_json = json.dumps(result)
+    print(as_json if args.json else bench_report(result), flush=True)
+    if args.out:
+        Path(args.out).write_text((as_json if args.out.endswith('.json') else bench_report(result)) + '\n')
+
+def bench_report(result):
+    """The result of bench, for people."""
+    cell = lambda x, form='.0f': '-' if x is None else format(x, form)
+    kernel = [['T', 'batch', 'dense', 'blockwise', 'SDPA', 'dense / blockwise', 'blockwise / SDPA', 'forward: dense', 'blockwise',
+               'SDPA', 'MB: dense', 'blockwise', 'SDPA']]
+    for row in result['kernel']:
+        times, forward, memory = ([row[key].get(name) for name in ('dense', 'blockwise', 'sdpa')]
+                                  for key in ('forward_backward_ms', 'forward_ms', 'peak_mb'))
+        kernel.append([f"{row['T']:,}", str(row['batch']), *map(cell, times), cell(times[0] and times[0] / times[1], '.1f'),
+                       cell(times[2] and times[1] / times[2], '.2f'), *map(cell, forward), *map(cell, memory)])
+    step = [['size', 'layers / heads / width', 'batch', 'TRA', 'RoPE', 'TRA / RoPE']]
+    for row in result['step']:
+        step.append([row['size'], ' / '.join(map(str, row['layers_heads_width'])), str(row['batch']), cell(row['tra_ms']),
+                     cell(row['rope_ms']), cell(row['tra_ms'] / row['rope_ms'], '.2f')])
+    forgetful = [['T', 'blockwise', 'SDPA']]
+    forgetful += [[f"{row['T']:,}", cell(row['blockwise_ms']), cell(row['sdpa_ms'])] for row in result['forgetful']]
+    first, last = result['forgetful'][0], result['forgetful'][-1]
+    exponent = math.log(last['blockwise_ms'] / first['blockwise_ms']) / math.log(last['T'] / first['T'])
+    generate = [['context', 'TRA', 'RoPE']]
+    generate += [[f"{row['context']:,}", cell(row['tra']), cell(row['rope'])] for row in result['generate']]
+    return '\n\n'.join([
+        f"torch {result['torch']}, {result['device']}, {result['threads']} threads; blockwise against dense, fp32, outputs and "
+        f"gradients: largest difference {result['max_error']:.1e}",
+        'Attention, fp32, H=4, D=64, random gates: forward + backward in ms, forward alone, MB that forward + backward add:',
+        render(kernel), 'A training step (forward, backward, AdamW) in ms, window 256, vocabulary 256, RoPE with fused attention:',
+        render(step), 'Forward in ms with gates that forget (log_gate = -2), one sequence, H=4, D=64:', render(forgetful),
+        f'blockwise grows as T^{exponent:.2f}', 'Cached generation, mini, one sequence, untrained, tokens per second:', render(generate)])
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the command line
@@ -624,6 +650,7 @@ def load_runs(args):
     runs = []
     for name in args.runs:
         if name.endswith('.json'):
+            check(args.attention is None and args.sample is None, f'{name} holds results, no model: name the run itself')
             runs += [{'result': result} for result in read_results(name)]
             continue
         model, task, config = load_run(name, args.device, args.checkpoint)
@@ -720,7 +747,7 @@ def make_table(args):
 
 def draw_attention(args):
     """Draws what the runs attend to in a text of the task's tokens, or in sequence number TEXT of a split."""
-    check(not (args.plot and len(args.runs) > 1), '--attention draws a picture for each run: give one run, or no --plot=FILE')
+    rows = []
     for run in load_runs(args):
         task, model = run['task'], run['model']
         if args.attention.isdecimal():
@@ -731,10 +758,11 @@ def draw_attention(args):
             tokens = task.encode(args.attention)
         check(1 <= len(tokens) <= 96, f'--attention={args.attention} has {len(tokens)} tokens: a picture shows 1 to 96')
         labels = [task.decode([t]).replace(' ', '␣').replace('\n', '\\n').replace('$', r'\$') for t in tokens]
-        path = args.plot or Path(run['result']['run']) / 'attention.png'
-        title = f"{run['result']['run']}: {task.name}, {model.config.attn}"
-        plot_attention(attention_parts(model, torch.tensor([tokens], device=args.device)), labels, title, path)
-        print(f'wrote {path}', file=sys.stderr)
+        layers = attention_parts(model, torch.tensor([tokens], device=args.device))
+        rows += [(f'{model.config.attn}, layer {n}', labels, parts) for n, parts in enumerate(layers, 1)]
+    path = args.plot or Path(args.runs[0]) / 'attention.png'
+    plot_attention(rows, f'{task.name}: ' + ' and '.join(args.runs), path)
+    print(f'wrote {path}', file=sys.stderr)
 
 def sample(args):
     """Continues a text: tasks with a right answer by the likeliest token, language by chance."""

@@ -1269,7 +1269,8 @@ def test_errors_are_one_line(tmp_path, command):
             ('.md or .json', run, '--out=x.txt'), ('no such folder', run, f'--out={tmp_path}/no/x.md'),
             ('must end in .png', run, '--plot=x.pdf'), ("'z' is not a token", run, '--sample=wz'),
             ('at least one token', run, '--sample='), ('1 to 96', run, '--attention=' + 'w1' * 60),
-            ('cannot be used', run, '--device=nonsense'), ('is no result of eval.py', tmp_path / 'run' / 'x.json')]:
+            ('cannot be used', run, '--device=nonsense'), ('is no result of eval.py', tmp_path / 'run' / 'x.json'),
+            ('no model', tmp_path / 'run' / 'x.json', '--sample=w1')]:
         code, out, err = command(*args)
         assert code == 2 and out == '' and err.startswith('eval.py: ') and err.count('\n') == 1 and words in err, (args, err)
 
@@ -1306,7 +1307,7 @@ def test_pictures(tmp_path, command):
     wiki = save_run(tmp_path / 'wiki', 'wikitext', **tiny_text(tmp_path))
     assert command(wiki, '--plot', '--lengths=4,32')[0] == 0 and is_picture(tmp_path / 'wiki' / 'eval.png')
     assert command(run, '--attention=w1i0r1')[0] == 0 and is_picture(tmp_path / 'run' / 'attention.png')
-    assert command(rope, '--attention=2', '--lengths=6')[0] == 0 and is_picture(tmp_path / 'rope' / 'attention.png')
+    assert command(rope, run, '--attention=2', '--lengths=6')[0] == 0 and is_picture(tmp_path / 'rope' / 'attention.png')
 
 
 def test_pictures_without_matplotlib(tmp_path, command, monkeypatch):
@@ -1346,15 +1347,19 @@ def test_sample(tmp_path, command):
     assert command(wiki, '--sample=The ', '--tokens=5')[1].startswith('The ')
 
 
-def test_benchmark(command):
-    code, out, _ = command('--bench', '--quick', '--json')
+def test_benchmark(command, tmp_path):
+    code, out, _ = command('--bench', '--quick', '--json', f'--out={tmp_path}/bench.md')
     result = json.loads(out)
     assert code == 0 and result['max_error'] < 1e-4
     assert [row['T'] for row in result['kernel']] == [64, 128] and [row['size'] for row in result['step']] == ['mini', 'medium']
     assert all(row['forward_backward_ms'][key] > 0 for row in result['kernel'] for key in ('dense', 'blockwise', 'sdpa'))
     assert result['generate'][0]['tra'] > 0 and result['forgetful'][0]['blockwise_ms'] > 0
-    code, out, _ = command('--bench', '--quick')
-    assert code == 0 and 'grows as T^' in out and 'ratio' in out
+    text = (tmp_path / 'bench.md').read_text()
+    assert text == evaluation.bench_report(result) + '\n' and 'grows as T^' in text
+    row, step = result['kernel'][1], result['step'][0]
+    times = row['forward_backward_ms']
+    assert f"{times['dense'] / times['blockwise']:.1f} |" in text and f"{times['blockwise'] / times['sdpa']:.2f} |" in text
+    assert f"{step['tra_ms'] / step['rope_ms']:.2f} |" in text
 
 
 # ----------------------------------------------------------------------------------------------------------------------
