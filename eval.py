@@ -407,7 +407,7 @@ def attention_parts(model, idx):
         elif c.attn == 'cope':
             parts['weights'] = tra.cope(q, k, eye, attn.table)
         else:
-            parts['weights'] = {'nope': tra.nope, 'alibi': tra.alibi}[c.attn](q, k, eye)
+            parts['weights'] = getattr(tra, c.attn)(q, k, eye)
         layers.append({name: part[0].float().cpu().numpy() for name, part in parts.items()})
     return layers
 

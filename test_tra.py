@@ -40,7 +40,7 @@ from tra import Config, Decoder, tra_blockwise, tra_dense
 ROOT = Path(__file__).resolve().parent
 SHARED = ROOT.parent / 'shared' / 'data'
 needs_text = pytest.mark.skipif(not SHARED.exists(), reason='the folder shared/data is not there')
-ATTENTIONS = ['tra', 'rope', 'nope', 'alibi', 'cope', 'fot']
+ATTENTIONS = tra.ATTENTIONS
 
 
 @pytest.fixture(autouse=True)
@@ -1696,6 +1696,43 @@ def test_folder_that_cannot_be_written(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the config files
+
+def test_readme_tables_are_those_of_the_results():
+    """every table stands below a line <!-- results/NAME.json, TITLE --> and is what eval.py prints of that file"""
+    text = (ROOT / 'README.md').read_text()
+    found = re.findall(r'<!-- (results/[\w.-]+), ([^>]*) -->\n+(?:```\n)?((?:\|.*\n)+)', text)
+    assert sum(table.count('\n') for *_, table in found) == sum(line.startswith('|') for line in text.splitlines())
+    for path, title, table in found:
+        result = json.loads((ROOT / path).read_text())
+        if 'kernel' in result:
+            printed = evaluation.bench_report(result)
+        else:
+            assert all(set(r) >= {'config', 'seed'} for r in result['runs'])
+            printed = evaluation.format_settings([(label, [r['rows'] for r in runs]) for label, runs in evaluation.group(result['runs'])])
+        assert (table.rstrip() if title == 'table' else f'{title}:\n\n{table.rstrip()}') in printed, (path, title)
+    assert {path.name for path in (ROOT / 'results').iterdir()} == {Path(path).name for path, *_ in found}
+
+
+def test_readme_changes_work(tmp_path):
+    """the lines that add a task and an attention: written into a copy, they train and are evaluated"""
+    for path in ROOT.glob('*.py'):
+        (tmp_path / path.name).write_text(path.read_text())
+    for name, lines in re.findall(r'```diff\n--- (\w+\.py)\n(.*?)```', (ROOT / 'README.md').read_text(), re.S):
+        path = tmp_path / name
+        text = path.read_text()
+        for hunk in lines.split('@@\n'):
+            old, new = (''.join(line[1:] for line in hunk.splitlines(True) if line[0] in signs) for signs in (' -', ' +'))
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        path.write_text(text)
+    env = {**os.environ, 'TORCHDYNAMO_DISABLE': '1'}
+    run = lambda *args: subprocess.run([sys.executable, *args], cwd=tmp_path, env=env, capture_output=True, text=True)
+    tiny = {**TINY, 'max_iters': 2, 'train_length': 8, 'task': 'sort', 'attn': 'window', 'out_dir': 'out'}
+    done = run('train.py', *as_args(tiny))
+    assert done.returncode == 0 and 'final | sort | window' in done.stdout, done.stderr
+    done = run('eval.py', 'out', '--attention=cab|abc', '--plot=a.png')
+    assert done.returncode == 0 and is_picture(tmp_path / 'a.png'), done.stderr
+
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda path: path.stem)
 def test_config_file_is_sound(path):
