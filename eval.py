@@ -637,12 +637,12 @@ def cost(config, length):
     """Work for a token, roughly: the layers' own is constant, attention's grows with the length; TRA stops looking early."""
     return 1 if config.attn == 'tra' else 1 + length / (10 * config.n_embd)
 
-def parse_lengths(text, task):
+def parse_lengths(text, train_length):
     lengths = []
     for part in text.split(','):
         match = re.fullmatch(r'\s*(\d+)(x?)\s*', part)
         check(match, f'--lengths={text}: {part!r} is neither a length such as 512 nor a multiple such as 8x')
-        lengths.append(int(match[1]) * (task.train_length if match[2] else 1))
+        lengths.append(int(match[1]) * (train_length if match[2] else 1))
     return list(dict.fromkeys(lengths))
 
 def load_runs(args):
@@ -651,7 +651,11 @@ def load_runs(args):
     for name in args.runs:
         if name.endswith('.json'):
             check(args.attention is None and args.sample is None, f'{name} holds results, no model: name the run itself')
-            runs += [{'result': result} for result in read_results(name)]
+            for result in read_results(name):
+                wanted = args.lengths and parse_lengths(args.lengths, result['train_length'])
+                result['rows'] = [row for row in result['rows'] if (not args.split or row['split'] in args.split.split(','))
+                                  and (not wanted or row.get('length', row.get('window')) in wanted)]
+                runs.append({'result': result})
             continue
         model, task, config = load_run(name, args.device, args.checkpoint)
         result = {'run': name, 'task': task.name, 'attn': model.config.attn, 'seed': config.get('seed'),
@@ -678,9 +682,9 @@ def plan(args, runs):
     for run in (run for run in runs if 'model' in run):
         task = run['task']
         splits = args.split.split(',') if args.split else ['test'] if task.name == 'wikitext' else task.splits
-        lengths = parse_lengths(args.lengths, task) if args.lengths else task.lengths
+        lengths = parse_lengths(args.lengths, task.train_length) if args.lengths else task.lengths
         if args.plot is not None and not args.lengths and len(lengths) == 1:
-            lengths = parse_lengths('1x,2x,4x,8x,16x', task)  # one point is no picture
+            lengths = parse_lengths('1x,2x,4x,8x,16x', task.train_length)  # one point is no picture
         for split in splits:
             for length in lengths:
                 width = next(task.eval_batches(split, length, 1))[0].shape[1]
@@ -751,7 +755,7 @@ def draw_attention(args):
     for run in load_runs(args):
         task, model = run['task'], run['model']
         if args.attention.isdecimal():
-            length = parse_lengths(args.lengths, task)[0] if args.lengths else min(24, task.train_length)
+            length = parse_lengths(args.lengths, task.train_length)[0] if args.lengths else min(24, task.train_length)
             *_, (idx, _) = task.eval_batches(args.split or task.splits[0], length, int(args.attention) + 1)
             tokens = [t for t in idx[-1].tolist() if task.decode([t])]  # all but padding
         else:

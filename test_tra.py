@@ -1224,6 +1224,8 @@ def test_seeds_of_a_setting_are_one_column(tmp_path, command):
     saved = tmp_path / 'saved.json'  # results stand for runs
     command(*runs[:2], *args, f'--out={saved}')
     assert command(saved, *runs[2:], *args)[1].split('exact match:')[1] == out.split('exact match:')[1]
+    command(*runs, '--n=20', '--lengths=1x,2x', '--mistakes=0', f'--out={saved}')
+    assert command(saved, '--split=val', '--lengths=1x')[1].split('exact match:')[1] == out.split('exact match:')[1]
 
 
 def test_format_table():
@@ -1697,18 +1699,18 @@ def test_folder_that_cannot_be_written(tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------
 # the config files
 
-def test_readme_tables_are_those_of_the_results():
-    """every table stands below a line <!-- results/NAME.json, TITLE --> and is what eval.py prints of that file"""
+def test_readme_tables_are_those_of_the_results(command):
+    """every table stands below a line <!-- results/NAME.json --FLAGS, TITLE --> and is what eval.py prints of that file"""
     text = (ROOT / 'README.md').read_text()
-    found = re.findall(r'<!-- (results/[\w.-]+), ([^>]*) -->\n+(?:```\n)?((?:\|.*\n)+)', text)
+    found = re.findall(r'<!-- (results/[\w.-]+)([^,]*), ([^>]*) -->\n+(?:```\n)?((?:\|.*\n)+)', text)
     assert sum(table.count('\n') for *_, table in found) == sum(line.startswith('|') for line in text.splitlines())
-    for path, title, table in found:
+    for path, flags, title, table in found:
         result = json.loads((ROOT / path).read_text())
         if 'kernel' in result:
             printed = evaluation.bench_report(result)
         else:
             assert all(set(r) >= {'config', 'seed'} for r in result['runs'])
-            printed = evaluation.format_settings([(label, [r['rows'] for r in runs]) for label, runs in evaluation.group(result['runs'])])
+            printed = command(ROOT / path, *flags.split())[1]
         assert (table.rstrip() if title == 'table' else f'{title}:\n\n{table.rstrip()}') in printed, (path, title)
     assert {path.name for path in (ROOT / 'results').iterdir()} == {Path(path).name for path, *_ in found}
 
