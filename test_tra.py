@@ -1700,9 +1700,9 @@ def test_folder_that_cannot_be_written(tmp_path):
 # the config files
 
 def test_readme_tables_are_those_of_the_results(command):
-    """every table stands below a line <!-- results/NAME.json --FLAGS, TITLE --> and is what eval.py prints of that file"""
+    """every table stands below a line <!-- results/NAME.json --FLAGS: TITLE --> and is what eval.py prints of that file"""
     text = (ROOT / 'README.md').read_text()
-    found = re.findall(r'<!-- (results/[\w.-]+)([^,]*), ([^>]*) -->\n+(?:```\n)?((?:\|.*\n)+)', text)
+    found = re.findall(r'<!-- (results/[\w.-]+)([^:]*): ([^>]*) -->\n+(?:```\n)?((?:\|.*\n)+)', text)
     assert sum(table.count('\n') for *_, table in found) == sum(line.startswith('|') for line in text.splitlines())
     for path, flags, title, table in found:
         result = json.loads((ROOT / path).read_text())

