@@ -22,7 +22,8 @@ For wikitext it is tokens of text: by default all, and never less than the large
         {"split", "length", "n", "exact_match", "token_error", "upper95"}           synthetic tasks
         {"split", "window", "perplexity", "bits_per_byte", "tokens"}]}]}            wikitext
 
-upper95 is null where a sequence was wrong. Besides, a run has "checkpoint" and "step" (the file read, and its training step)
+upper95 is null where a sequence was wrong. Besides, a run has "config" (the settings it was trained with), "checkpoint" and
+"step" (the file read, and its training step)
 and "mistakes" ("split", "length", "sequence", how many tokens are "wrong", the first of their "positions", and "text" to look
 at); a row has "loss" (nats for each scored token), and "tokens" (scored ones) or, for wikitext, "by_position" (loss where
 "first" to "last" tokens of the window were visible). "interrupted": true stands beside "runs" if Ctrl-C ended the work.
@@ -676,7 +677,8 @@ def load_runs(args):
 def read_results(path):
     try:
         results = json.loads(Path(path).read_text(encoding='utf-8'))['runs']
-        check(results and all({'run', 'task', 'attn', 'config', 'rows'} <= set(result) for result in results), 'runs are missing')
+        wanted = {'run', 'task', 'attn', 'seed', 'train_length', 'checkpoint', 'step', 'config', 'rows', 'mistakes'}
+        check(results and all(wanted <= set(result) for result in results), 'runs are missing')
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f'{path} is no result of eval.py --out=FILE.json: {error}') from None
     return results

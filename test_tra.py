@@ -1766,6 +1766,8 @@ def test_wikitext_cpu_learns(tmp_path):
 
 def test_readme_names_what_exists():
     text = (ROOT / 'README.md').read_text()
+    headings = re.findall(r'(?m)^##+ .*', text)
+    assert len(headings) == len(set(headings))
     for name in re.findall(r'\b(?:config|assets|results)/[\w.-]+|(?<![*\w$])\w+\.py\b', text):
         assert (ROOT / name).exists() or (ROOT / 'config' / name).exists(), name
     commands = [line.split('#')[0].strip() for block in re.findall(r'```bash\n(.*?)```', text, re.S) for line in block.splitlines()]

@@ -698,7 +698,7 @@ class Decoder(nn.Module):
     def initialise(self):
         """
         GPT-2's: all that adds to the residual stream starts about as small as the embedding, so that the second layer can still
-        tell the tokens apart. With PyTorch's defaults attention drowns them, and copy and induct learn several times slower.
+        tell the tokens apart. With PyTorch's defaults what attention adds is far larger than the embedding it is added to.
         """
         for name, p in self.named_parameters():
             if name.endswith('bias'):
