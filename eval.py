@@ -806,6 +806,18 @@ def check_flags(args):
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f'--device={args.device} cannot be used: {str(error).splitlines()[0]}') from None
 
+def keep_freed_memory():
+    """
+    glibc gives large blocks back to the system when they are freed. To ask for them again, page by page, can cost more than what
+    is then done with them: let it keep them.
+    """
+    try:
+        libc = ctypes.CDLL('libc.so.6')
+        libc.mallopt(-3, 2 ** 30)               # M_MMAP_THRESHOLD: what is smaller comes from the heap ...
+        libc.mallopt(-1, 2 ** 31 - 1)           # M_TRIM_THRESHOLD: ... and stays there
+    except (OSError, AttributeError):
+        pass                                    # not Linux, or another C library
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):                   # argparse would print the usage first
         self.exit(2, f'eval.py: {" ".join(message.split())}; python eval.py -h explains\n')
@@ -834,6 +846,7 @@ def main():
     add('--seed', type=int, default=0, help='... drawn with this seed (0)')
     # "--plot RUN" means --plot, then a run: the file needs an =
     args = parser.parse_args(['--plot=' if arg == '--plot' else arg for arg in sys.argv[1:]])
+    keep_freed_memory()
     try:
         check_flags(args)
         command = bench if args.bench else draw_attention if args.attention is not None else sample if args.sample is not None else make_table

@@ -99,7 +99,7 @@ def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, seed
         dropped = weights
         if dropout:
             head = torch.arange(B * H, device=q.device).view(B, H, 1, 1)
-            dropped = weights * dropout_mask(row_hash(seed, head, i), key_hash(j), dropout, q.dtype)
+            dropped = weights * dropout_mask(row_hash(seed, head, i), (i - j).to(torch.int32), dropout, q.dtype)
         out = (dropped @ v).to(dtype_out)                                   # o_i      (B, H, Tq, D)
     return (out, {'keep': keep, 'count': count, 'weights': weights}) if return_parts else out
 
@@ -109,8 +109,8 @@ def widen(x):
     return x if x.dtype == torch.float64 else x.float()
 
 
-# Dropout without storing a T x T mask: whether a weight is dropped is a hash of (seed, head, query, key), so that the
-# backward pass computes the same mask again. "head" numbers the heads of the whole batch.
+# Dropout without storing a T x T mask: whether a weight is dropped is a hash of (seed, head, query, distance to the key), so
+# that the backward pass computes the same mask again. "head" numbers the heads of the whole batch.
 
 def mix(x):
     """An integer hash, int32 to int32: every bit of x moves about half of the result's bits."""
@@ -123,13 +123,9 @@ def row_hash(seed, head, query):
     return mix(mix(seed.to(torch.int32) + mix(head.to(torch.int32) + 1)) + query.to(torch.int32))
 
 
-def key_hash(key):
-    return mix(~key.to(torch.int32))
-
-
-def dropout_mask(rows, keys, dropout, dtype):
-    """1 / (1 - dropout) where a weight stays, 0 where it is dropped. rows and keys are hashes that broadcast."""
-    stays = (mix(rows ^ keys) & 0x7fffffff) >= int(dropout * 2 ** 31)
+def dropout_mask(rows, distance, dropout, dtype):
+    """1 / (1 - dropout) where a weight stays, 0 where it is dropped. rows (hashes) and distance i - j, int32, broadcast."""
+    stays = (mix(rows + distance * -0x61c88647) & 0x7fffffff) >= int(dropout * 2 ** 31)  # 2^32 / golden ratio: far apart
     return stays.to(dtype) * (1 / (1 - dropout))
 
 
@@ -183,24 +179,40 @@ def compiled(function):
 compiled.broken = False
 
 
-def by_plane(tile):
-    return tile.unflatten(-1, (PLANES, -1)).unbind(-2)
+def exp(x):
+    """
+    e^x for x < 88. In float32 on a CPU by hand: 2^n e^r with n whole and |r| <= ln(2) / 2, the series of e^r, and n written into the
+    exponent bits. The compiler's exp is a call for every 8 numbers that spills the registers: a fifth of the kernel's time.
+    """
+    if x.dtype != torch.float32 or x.device.type != 'cpu':
+        return torch.exp(x)
+    x = x.clamp(min=-87)                                                    # less is 0 to all purposes
+    n = (x * 1.44269504).round()                                            # x log2(e)
+    r = x - n * 0.693359375 + n * 2.12194440e-4                             # x - n ln(2), in two parts: the first is exact
+    series = 1 / math.factorial(7)
+    for k in range(6, -1, -1):
+        series = series * r + 1 / math.factorial(k)
+    return series * ((n.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def by_plane(rows):
+    return rows.unflatten(-1, (PLANES, -1)).unbind(-2)
 
 
 def count_kept(scores, count, last, sparsity):
     """
-    For a tile of scores (N, block, block), by plane: the scores, keep_ij and c_ij, each a list of (N, block, block / PLANES);
-    and how many keys each query keeps in the whole tile (N, block). `count` (N, block) is what it kept to the right of the
-    tile, `last` (block) the last key of the tile that it may see.
+    For the rows of all tiles, scores (rows, block), by plane: the scores, keep_ij and c_ij, each a list of (rows, block / PLANES);
+    and how many keys each row keeps in its tile. `count` (rows) is what it kept to the right of the tile, `last` (rows) the last
+    key of the tile that it may see.
     """
     planes = by_plane(scores)
-    groups = planes[0].size(2)
+    groups = planes[0].size(1)
     first = torch.arange(groups, device=scores.device, dtype=scores.dtype) * PLANES
     keep = [(s > 0) & (first + p <= last[:, None]) if sparsity else (first + p <= last[:, None]).expand_as(s)
             for p, s in enumerate(planes)]
     kept = sum(x.to(scores.dtype) for x in keep)                            # in each group
     later = kept @ torch.ones(groups, groups, device=scores.device, dtype=scores.dtype).tril(-1)
-    running = count[..., None] + later                                      # kept in all groups further right
+    running = count[:, None] + later                                        # kept in all groups further right
     counts = []
     for x in reversed(keep):
         running = running + x
@@ -208,41 +220,49 @@ def count_kept(scores, count, last, sparsity):
     return planes, keep, counts, kept.sum(-1)
 
 
-def dropout_masks(rows, keys, dropout, dtype):
+def dropout_by_plane(rows, last, block, dropout, dtype):
+    """A function of (plane, tile of that plane) to the tile with dropout applied."""
     if not dropout:
-        return [1.0] * PLANES
-    return [dropout_mask(rows[..., None], x[:, None], dropout, dtype) for x in by_plane(keys)]
+        return lambda p, x: x                                               # not even times 1: that would be one more pass
+    distance = last.to(torch.int32)[:, None] - torch.arange(0, block, PLANES, device=last.device, dtype=torch.int32)
+    return lambda p, x: x * dropout_mask(rows[:, None], distance - p, dropout, dtype)
 
+
+# Both take tiles (N, block, block) and numbers by query (N, block), and see them as N * block rows: with a single loop over
+# rows, the compiler fuses everything after the count, sums included, into one pass over the tile.
 
 @compiled
-def forward_tile(scores, log_gate, count, last, rows, keys, sparsity, dropout):
+def forward_tile(scores, log_gate, count, last, rows, sparsity, dropout):
     """A tile's unnormalised weights (N, block, block), dropout applied; by query, their sum before dropout and keys kept."""
-    planes, keep, counts, kept = count_kept(scores, count, last, sparsity)
-    masks = dropout_masks(rows, keys, dropout, scores.dtype)
+    log_gate, last, rows = (x.flatten() for x in (log_gate, last, rows))
+    planes, keep, counts, kept = count_kept(scores.flatten(0, 1), count.flatten(), last, sparsity)
+    drop = dropout_by_plane(rows, last, scores.size(2), dropout, scores.dtype)
     weights, sums = [], 0
-    for s, stay, c, mask in zip(planes, keep, counts, masks):
-        weight = torch.where(stay, torch.exp(s + log_gate[..., None] * (c - 1)), 0.0)
-        weights.append(weight * mask)
+    for p, (s, stay, c) in enumerate(zip(planes, keep, counts)):
+        weight = torch.where(stay, exp(s + log_gate[:, None] * (c - 1)), 0.0)
+        weights.append(drop(p, weight))
         sums = sums + weight
-    return torch.stack(weights, 2).flatten(2), sums.sum(-1), kept
+    return torch.cat(weights, 1).view_as(scores), sums.sum(-1).view_as(count), kept.view_as(count)
 
 
 @compiled
-def backward_tile(scores, dweights, log_gate, count, lse, delta, last, rows, keys, sparsity, dropout):
+def backward_tile(scores, dweights, log_gate, count, lse, delta, last, rows, sparsity, dropout):
     """
     A tile's weights a_ij again, dropout applied, and dl_ij = a_ij (dO_i . v_j - delta_i) with delta_i = dO_i . O_i; by query,
     the gate's gradient sum_j dl_ij c_ij (c or c - 1: the dl of a row sum to 0) and keys kept.
     """
-    planes, keep, counts, kept = count_kept(scores, count, last, sparsity)
-    masks = dropout_masks(rows, keys, dropout, scores.dtype)
+    log_gate, lse, delta, last, rows = (x.flatten() for x in (log_gate, lse, delta, last, rows))
+    planes, keep, counts, kept = count_kept(scores.flatten(0, 1), count.flatten(), last, sparsity)
+    drop = dropout_by_plane(rows, last, scores.size(2), dropout, scores.dtype)
     weights, dlogits, sums = [], [], 0
-    for s, dw, stay, c, mask in zip(planes, by_plane(dweights), keep, counts, masks):
-        weight = torch.where(stay, torch.exp(s + log_gate[..., None] * (c - 1) - lse[..., None]), 0.0)
-        dlogit = weight * (dw * mask - delta[..., None])
-        weights.append(weight * mask)
+    for p, (s, dw, stay, c) in enumerate(zip(planes, by_plane(dweights.flatten(0, 1)), keep, counts)):
+        weight = torch.where(stay, exp(s + log_gate[:, None] * (c - 1) - lse[:, None]), 0.0)
+        dlogit = weight * (drop(p, dw) - delta[:, None])
+        weights.append(drop(p, weight))
         dlogits.append(dlogit)
         sums = sums + dlogit * (c - 1)
-    return torch.stack(weights, 2).flatten(2), torch.stack(dlogits, 2).flatten(2), sums.sum(-1), kept
+    return (torch.cat(weights, 1).view_as(scores), torch.cat(dlogits, 1).view_as(scores), sums.sum(-1).view_as(count),
+            kept.view_as(count))
 
 
 class Tiling:
@@ -293,9 +313,6 @@ class Tiling:
         x = x.movedim(0, 2).reshape(self.B, self.H, -1, *like.shape[3:])
         return x[:, :, left:left + length].to(like.dtype).contiguous()
 
-    def deal(self, x):
-        return x.unflatten(1, (-1, PLANES)).transpose(1, 2).flatten(1, 2)
-
     def rows(self):
         """zeros for a number kept per query"""
         return torch.zeros(self.N, self.block, device=self.device, dtype=self.dtype)
@@ -307,16 +324,11 @@ class Tiling:
         room = torch.empty(min(self.N, self.chunk), self.block, self.block, device=self.device, dtype=self.dtype)
         return lambda a, b, alpha=1.0: room[:len(a)].baddbmm_(a, b, beta=0, alpha=alpha)
 
-    def hashes(self, seed, dropout):
-        """a function of (query tiles, key tiles) to what dropout_mask needs: rows (N, block) and keys (N, block)"""
-        if not dropout:
-            return lambda i, j: (None, None)
-        blocks = self.offset + self.N // self.BH
-        position = torch.arange(blocks * self.block, device=self.device).view(blocks, 1, self.block)
-        head = torch.arange(self.BH, device=self.device).view(1, -1, 1)
-        rows = row_hash(seed, head, position[self.offset:]).flatten(0, 1)
-        keys = self.deal(key_hash(position).expand(-1, self.BH, -1).flatten(0, 1))
-        return lambda i, j: (rows[i], keys[j])
+    def hashes(self, seed):
+        """what dropout_mask needs to know of each query, (N, block)"""
+        blocks = torch.arange(self.N // self.BH, device=self.device)[:, None, None] + self.offset
+        query = blocks * self.block + torch.arange(self.block, device=self.device)
+        return row_hash(seed, torch.arange(self.BH, device=self.device)[:, None], query).flatten(0, 1)
 
     def full_reach(self):
         """how many key blocks each query tile has to visit, itself included; on the CPU, because it steers the walk"""
@@ -331,17 +343,17 @@ class Tiling:
         Yields (query tiles, key tiles, last visible key, d) for every step, right to left for each run of query tiles. Tiles
         are slices where they lie side by side, else indices. The caller may lower `reach` on the way.
         """
-        row = torch.arange(self.block, device=self.device, dtype=self.dtype)
+        last = torch.arange(self.block, device=self.device, dtype=self.dtype).repeat(min(self.N, self.chunk), 1)
         for start in range(0, self.N, self.chunk):
             d = 0
             while len(i := (reach[start:start + self.chunk] > d).nonzero()[:, 0]):
                 lo, hi = start + int(i[0]), start + int(i[-1]) + 1
                 shift = (self.offset - d) * self.BH                         # from a query's tile to the key tile d to its left
                 if hi - lo == len(i):
-                    yield slice(lo, hi), slice(lo + shift, hi + shift), row + d * self.block, d
+                    yield slice(lo, hi), slice(lo + shift, hi + shift), last[:len(i)] + d * self.block, d
                 else:
                     i = (i + start).to(self.device)
-                    yield i, i + shift, row + d * self.block, d
+                    yield i, i + shift, last[:len(i)] + d * self.block, d
                 d += 1
 
 
@@ -380,13 +392,13 @@ def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: tor
     with torch.autocast(q.device.type, enabled=False):
         tq, tg = t.queries(q), t.queries(log_gate)
         tk, tv = t.keys(k), t.keys(v)
-        hashes = t.hashes(seed, dropout)
+        rows = t.hashes(seed)
         count, total, out = t.rows(), t.rows(), torch.empty_like(tq)
         matmul, reach = t.scratch(), t.full_reach()
         stop = t.queries(enough(bound, widen(log_gate), sparsity))          # 0 for padding
         for i, j, last, d in t.walk(reach):
             scores = matmul(tq[i], tk[j].mT, t.scale)                       # (tiles, block, block)
-            weights, sums, kept = forward_tile(scores, tg[i], count[i], last, *hashes(i, j), sparsity, dropout)
+            weights, sums, kept = forward_tile(scores, tg[i], count[i], last, rows[i], sparsity, dropout)
             add_matmul(out, i, weights, tv[j], first=d == 0)
             count[i] += kept
             total[i] += sums
@@ -409,7 +421,7 @@ def tra_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
         tq, tg = t.queries(q), t.queries(log_gate)
         tk, tv = t.keys(k), t.keys(v)
         tdout, delta = t.queries(dout), t.queries((widen(dout) * widen(out)).sum(-1))
-        hashes = t.hashes(seed, dropout)
+        rows = t.hashes(seed)
         count, dlog_gate, dq = t.rows(), t.rows(), torch.empty_like(tq)
         dk, dv = torch.empty_like(tk), torch.empty_like(tv)
         for x in (dk, dv):
@@ -419,7 +431,7 @@ def tra_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
             scores = matmul(tq[i], tk[j].mT, t.scale)
             dweights = matmul2(tdout[i], tv[j].mT)
             weights, dlogits, sums, kept = backward_tile(scores, dweights, tg[i], count[i], lse[i], delta[i], last,
-                                                         *hashes(i, j), sparsity, dropout)
+                                                         rows[i], sparsity, dropout)
             add_matmul(dq, i, dlogits, tk[j], t.scale, first=d == 0)
             add_matmul(dk, j, dlogits.mT, tq[i], t.scale, first=d == 0)
             add_matmul(dv, j, weights.mT, tdout[i], first=d == 0)

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from data import atomic, check, make_task
-from eval import METRICS, evaluate, format_table, read_checkpoint
+from eval import METRICS, evaluate, format_table, keep_freed_memory, read_checkpoint
 from tra import Config, Decoder
 
 # -----------------------------------------------------------------------------
@@ -345,6 +345,7 @@ def main():
                          break_long_words=False, break_on_hyphens=False, subsequent_indent='        '))
 
     # model and optimiser, the same in every process
+    keep_freed_memory()
     if device == 'cuda':
         device = f'cuda:{local_rank}'
     if device.startswith('cuda'):
