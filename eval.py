@@ -38,6 +38,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import zip_longest
@@ -512,6 +513,9 @@ def attention_inputs(B, T, device, log_gate=None, H=4, D=64):
     gate = F.logsigmoid(torch.randn(B, H, T, generator=rng)) if log_gate is None else torch.full((B, H, T), log_gate)
     return [x.to(device).requires_grad_() for x in (q, k, v, gate)]
 
+PROFILE = {'baddbmm': 'matmuls', 'CompiledFxGraph': 'compiled tile functions', 'addmm': 'compiled tile functions',
+           'aten::mm': 'compiled tile functions', 'aten::copy_': 'copies', 'Dynamo Cache Lookup': "torch.compile's guards"}
+
 def bench(args):
     """What TRA costs, beside the formula as it stands and beside torch's fused attention (SDPA), which does less."""
     device, quick = args.device, args.quick
@@ -549,6 +553,19 @@ def bench(args):
                 x.update(dense)
         result['kernel'].append({'T': T, 'batch': len(xs[0]), 'forward_ms': forward, 'forward_backward_ms': both,
                                  'peak_mb': memory})
+
+    if device == 'cpu':
+        say('where the time goes')
+        T = 128 if quick else 1024
+        run = backward(blockwise, attention_inputs(8, T, device))
+        run()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(2 if quick else 8):
+                run()
+        times = Counter()
+        for event in profile.key_averages():
+            times[next((what for name, what in PROFILE.items() if name in event.key), 'rest')] += event.self_cpu_time_total
+        result['profile'] = {'T': T, 'share': {x: times[x] / times.total() for x in dict.fromkeys([*PROFILE.values(), 'rest'])}}
 
     for name, size, batch in (('mini', (4, 4, 256), 1 if quick else 8), ('medium', (8, 8, 512), 1 if quick else 4)):
         say(f'a training step, {name}')
@@ -603,6 +620,8 @@ def bench_report(result):
                                   for key in ('forward_backward_ms', 'forward_ms', 'peak_mb'))
         kernel.append([f"{row['T']:,}", str(row['batch']), *map(cell, times), cell(times[0] and times[0] / times[1], '.1f'),
                        cell(times[2] and times[1] / times[2], '.2f'), *map(cell, forward), *map(cell, memory)])
+    profile = [f"Where the time goes at T = {result['profile']['T']}, forward + backward: " + ', '.join(
+        f'{what} {share:.0%}' for what, share in result['profile']['share'].items())] if 'profile' in result else []
     step = [['size', 'layers / heads / width', 'batch', 'TRA', 'RoPE', 'TRA / RoPE']]
     for row in result['step']:
         step.append([row['size'], ' / '.join(map(str, row['layers_heads_width'])), str(row['batch']), cell(row['tra_ms']),
@@ -617,7 +636,7 @@ def bench_report(result):
         f"torch {result['torch']}, {result['device']}, {result['threads']} threads; blockwise against dense, fp32, outputs and "
         f"gradients: largest difference {result['max_error']:.1e}",
         'Attention, fp32, H=4, D=64, random gates: forward + backward in ms, forward alone, MB that forward + backward add:',
-        render(kernel), 'A training step (forward, backward, AdamW) in ms, window 256, vocabulary 256, RoPE with fused attention:',
+        render(kernel), *profile, 'A training step (forward, backward, AdamW) in ms, window 256, vocabulary 256, RoPE with fused attention:',
         render(step), 'Forward in ms with gates that forget (log_gate = -2), one sequence, H=4, D=64:', render(forgetful),
         f'blockwise grows as T^{exponent:.2f}', 'Cached generation, mini, one sequence, untrained, tokens per second:', render(generate)])
 

@@ -146,6 +146,9 @@ def dropout_mask(rows, distance, dropout, dtype):
 #    with a triangle of ones; inside a group it is PLANES additions of whole vectors.
 # 3. Many tiles at a time. The tiles of all batches and heads, and of several query blocks, go through one batched matmul
 #    and one compiled function, so that the cost of a call is shared. CHUNK tiles still fit the CPU's caches.
+#
+# Where the time then goes, `python eval.py --bench` says by torch.profiler: on 2 CPU cores about two thirds are the seven matmuls
+# of a tile, forward and backward, as in any attention, and about a sixth the two compiled functions.
 
 PLANES = 8
 CHUNK = 64
@@ -182,7 +185,7 @@ compiled.broken = False
 def exp(x):
     """
     e^x for x < 88. In float32 on a CPU by hand: 2^n e^r with n whole and |r| <= ln(2) / 2, the series of e^r, and n written into the
-    exponent bits. The compiler's exp is a call for every 8 numbers that spills the registers: a fifth of the kernel's time.
+    exponent bits. The compiler's exp is a call for every 8 numbers, before which all registers are saved: the profile's worst.
     """
     if x.dtype != torch.float32 or x.device.type != 'cpu':
         return torch.exp(x)
@@ -623,7 +626,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.proj = nn.Linear(C, C)
         if config.attn in ('tra', 'fot'):
-            self.gate = nn.Linear(C, H)
+            self.gate = nn.Linear(C, H)  # apart from qkv: as fast as one matrix for all four, and only the gate has a bias
         if config.attn == 'cope':
             self.table = nn.Parameter(torch.zeros(C // H, config.cope_npos))
 
@@ -727,6 +730,8 @@ class Decoder(nn.Module):
         logits = self.head(self.trunk(idx, cache))
         if targets is None:
             return logits, None
+        # Targets that are not scored go through the head too: to pick the others out, a GPU would have to be waited for, and
+        # the tasks that have them have vocabularies so small that head and loss are nothing beside the rest.
         return logits, F.cross_entropy(widen(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def trunk(self, idx, cache=None):
