@@ -678,8 +678,12 @@ def load_runs(args):
             check(args.attention is None and args.sample is None, f'{name} holds results, no model: name the run itself')
             for result in read_results(name):
                 wanted = args.lengths and parse_lengths(args.lengths, result['train_length'])
+                size = lambda row: row.get('length', row.get('window'))
+                held = sorted({row['split'] for row in result['rows']}), sorted({size(row) for row in result['rows']})
                 result['rows'] = [row for row in result['rows'] if (not args.split or row['split'] in args.split.split(','))
-                                  and (not wanted or row.get('length', row.get('window')) in wanted)]
+                                  and (not wanted or size(row) in wanted)]
+                check(result['rows'], f"{name} holds no such split and length: {result['run']} has {', '.join(held[0])} at "
+                                      f"{', '.join(map(str, held[1]))}")
                 runs.append({'result': result})
             continue
         model, task, config = load_run(name, args.device, args.checkpoint)
@@ -695,11 +699,13 @@ def load_runs(args):
 
 def read_results(path):
     try:
-        results = json.loads(Path(path).read_text(encoding='utf-8'))['runs']
+        saved = json.loads(Path(path).read_text(encoding='utf-8'))
+        check(not isinstance(saved, dict) or 'kernel' not in saved, 'it is one of --bench')
+        results = saved['runs']
         wanted = {'run', 'task', 'attn', 'seed', 'train_length', 'checkpoint', 'step', 'config', 'rows', 'mistakes'}
         check(results and all(wanted <= set(result) for result in results), 'runs are missing')
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{path} is no result of eval.py --out=FILE.json: {error}') from None
+        raise ValueError(f'{path} holds no runs as eval.py RUN --out=FILE.json writes them: {error}') from None
     return results
 
 def plan(args, runs):
@@ -770,7 +776,7 @@ def make_table(args):
     if args.out:
         Path(args.out).write_text((as_json if args.out.endswith('.json') else as_text) + '\n', encoding='utf-8')
     if args.plot is not None and any(r['rows'] for r in results):
-        path = args.plot or Path(args.runs[0]) / 'eval.png'
+        path = args.plot or (Path(args.runs[0]).with_suffix('.png') if args.runs[0].endswith('.json') else Path(args.runs[0]) / 'eval.png')
         plot_lengths(settings, sorted({r['train_length'] for r in results}), path)
         print(f'wrote {path}', file=sys.stderr)
     return 0 if finished else 130

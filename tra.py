@@ -16,9 +16,9 @@ things. A key whose score is not positive leaves the softmax altogether, and dis
     a_ij    = softmax of l_ij over the kept keys      a row that keeps nothing outputs exactly 0
     o_i     = sum_j a_ij v_j
 
-Why lengths hold: the keys that query i keeps have the distinct counts 1, 2, 3, ..., so all that lies beyond count c weighs
-at most exp(max s) (e^{g_i (c+1)} + e^{g_i (c+2)} + ...), a geometric series. However long the sequence, what is far away
-cannot add up.
+Why lengths hold: the keys that query i keeps have the distinct counts 1, 2, 3, ..., and the nearest alone adds more than e^{g_i}
+to the softmax's sum. So all that lies beyond count c has a share of at most exp(max s) (e^{g_i c} + e^{g_i (c+1)} + ...), a
+geometric series. However long the sequence, what is far away cannot add up.
 
 Reading order: `tra_dense` is the formula, `tra_blockwise` computes the same in memory linear in T and is what runs, then
 the five baselines, then the decoder around them. `Config.pre_norm` is the one default that differs from the authors'
@@ -92,7 +92,7 @@ def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, seed
         count = keep.to(q.dtype).flip(-1).cumsum(-1).flip(-1)                 # c_ij: kept keys from j rightwards
         logits = scores + log_gate[..., None] * count                       # l_ij
         logits = logits.masked_fill(~keep, -math.inf)
-        top = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)  # -inf where nothing is kept
+        top = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)  # finite, even where nothing is kept
         weights = torch.exp(logits - top)
         total = weights.sum(-1, keepdim=True)
         weights = weights / total.masked_fill(total == 0, 1)                # a_ij; a row that keeps nothing stays 0
@@ -139,7 +139,7 @@ def dropout_mask(rows, distance, dropout, dtype):
 #
 # 1. No running maximum. Softmax may subtract any constant from a row; we take g_i, so l_ij = s_ij + g_i (c_ij - 1). Then the
 #    nearest kept key has l = s > 0, the sum is at least 1, and l never exceeds the largest score, which is sqrt(D) for
-#    normalised q and k: exp neither overflows nor vanishes, and FlashAttention's rescaling falls away.
+#    normalised q and k: the sum neither overflows nor vanishes, and FlashAttention's rescaling falls away.
 # 2. Counting inside a tile. c_ij needs a running sum along the keys, which vector units are bad at. So the keys of a tile
 #    are dealt out like cards into PLANES hands: plane p holds the keys p, p + PLANES, p + 2 PLANES, ... A group, one key
 #    of each plane, is then PLANES consecutive keys. How many keys are kept in the groups further right is one small matmul
@@ -185,7 +185,7 @@ compiled.broken = False
 def exp(x):
     """
     e^x for x < 88. In float32 on a CPU by hand: 2^n e^r with n whole and |r| <= ln(2) / 2, the series of e^r, and n written into the
-    exponent bits. The compiler's exp is a call for every 8 numbers, before which all registers are saved: the profile's worst.
+    exponent bits. The compiler's exp is a call for every 8 numbers, around which all registers are saved: too slow.
     """
     if x.dtype != torch.float32 or x.device.type != 'cpu':
         return torch.exp(x)
@@ -231,8 +231,8 @@ def dropout_by_plane(rows, last, block, dropout, dtype):
     return lambda p, x: x * dropout_mask(rows[:, None], distance - p, dropout, dtype)
 
 
-# Both take tiles (N, block, block) and numbers by query (N, block), and see them as N * block rows: with a single loop over
-# rows, the compiler fuses everything after the count, sums included, into one pass over the tile.
+# The two tile functions take tiles (N, block, block) and numbers by query (N, block), and see them as N * block rows: with a
+# single loop over rows, the compiler fuses everything after the count, sums included, into one pass over the tile.
 
 @compiled
 def forward_tile(scores, log_gate, count, last, rows, sparsity, dropout):
@@ -251,8 +251,8 @@ def forward_tile(scores, log_gate, count, last, rows, sparsity, dropout):
 @compiled
 def backward_tile(scores, dweights, log_gate, count, lse, delta, last, rows, sparsity, dropout):
     """
-    A tile's weights a_ij again, dropout applied, and dl_ij = a_ij (dO_i . v_j - delta_i) with delta_i = dO_i . O_i; by query,
-    the gate's gradient sum_j dl_ij c_ij (c or c - 1: the dl of a row sum to 0) and keys kept.
+    A tile's weights a_ij again, times the dropout mask m_ij, and dl_ij = a_ij (m_ij dO_i . v_j - delta_i) with delta_i = dO_i . O_i;
+    by query, the gate's gradient sum_j dl_ij c_ij (c or c - 1: the dl of a row sum to 0) and keys kept.
     """
     log_gate, lse, delta, last, rows = (x.flatten() for x in (log_gate, lse, delta, last, rows))
     planes, keep, counts, kept = count_kept(scores.flatten(0, 1), count.flatten(), last, sparsity)
@@ -300,7 +300,7 @@ class Tiling:
     def cut(self, x, left, shape):
         if left or self.right:
             x = F.pad(x, (0, 0) * (x.dim() - 3) + (left, self.right))
-        x = x.unflatten(2, (-1, *shape)).movedim(2, 0)                      # (blocks, B, H, groups, planes, ...)
+        x = x.unflatten(2, (-1, *shape)).movedim(2, 0)                      # (blocks, B, H, block, ...), of keys groups, planes
         if len(shape) == 2:
             x = x.transpose(3, 4)
         return x.reshape(-1, self.block, *x.shape[3 + len(shape):]).to(self.dtype)
@@ -374,9 +374,9 @@ def add_matmul(x, i, a, b, alpha=1.0, first=False):
 #
 #     exp(bound) (e^{g c} + e^{g (c+1)} + ...)  =  exp(bound + g c) / (1 - e^g)              (l = s + g (c - 1), as above)
 #
-# The sum so far is at least 1, because the nearest kept key has e^s > 1. So once the tail is below rounding beside 1, which takes
-# a number of kept keys that the gate alone decides, the rest of the walk cannot change the result and is left out: heads that
-# forget cost O(T), not O(T^2). It is the same bound that makes lengths hold, see the top of this file.
+# The sum so far is at least 1, because the nearest kept key has e^s > 1 (at least e^-bound without sparsity). So once the tail is
+# below rounding beside it, which takes a number of kept keys that the gate alone decides, the rest of the walk cannot change the
+# result and is left out: heads that forget cost O(T), not O(T^2). It is the bound that makes lengths hold, see the top.
 
 def enough(bound, log_gate, sparsity):
     """How many kept keys make all the rest of a query's row too small to matter: 1 or more, infinite if it never forgets."""
@@ -398,7 +398,7 @@ def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: tor
         rows = t.hashes(seed)
         count, total, out = t.rows(), t.rows(), torch.empty_like(tq)
         matmul, reach = t.scratch(), t.full_reach()
-        stop = t.queries(enough(bound, widen(log_gate), sparsity))          # 0 for padding
+        needed = t.queries(enough(bound, widen(log_gate), sparsity))        # 0 for padding
         for i, j, last, d in t.walk(reach):
             scores = matmul(tq[i], tk[j].mT, t.scale)                       # (tiles, block, block)
             weights, sums, kept = forward_tile(scores, tg[i], count[i], last, rows[i], sparsity, dropout)
@@ -406,7 +406,7 @@ def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: tor
             count[i] += kept
             total[i] += sums
             if t.may_stop(d):
-                done = (count[i] >= stop[i]).all(1).cpu()
+                done = (count[i] >= needed[i]).all(1).cpu()
                 if 2 * done.sum() >= len(done):                             # what goes on must be gathered: is it worth it?
                     reach[i] = torch.where(done, d + 1, reach[i])
         empty = total == 0                                                  # rows that kept nothing output 0
@@ -483,8 +483,8 @@ def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, 
     if seed is None:
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
     if k.size(2) <= SHORT:
-        return tra_dense(q, k, v, log_gate, sparsity, True, dropout, seed)
-    if q.size(2) <= FEW and not dropout and not torch.compiler.is_compiling():
+        return tra_dense(q, k, v, log_gate, sparsity, dropout=dropout, seed=seed)
+    if q.size(2) <= FEW and not dropout and not torch.compiler.is_compiling():  # its loop ends as the numbers say
         return tra_few(q, k, v, log_gate, sparsity, bound)
     return tra_forward(q, k, v, log_gate, seed, sparsity, dropout, bound)[0]
 
@@ -495,7 +495,7 @@ def tra_few(q, k, v, log_gate, sparsity, bound):
     q, log_gate = widen(q) / math.sqrt(q.size(-1)), widen(log_gate)[..., None]
     i = torch.arange(T - Tq, T, device=q.device)[:, None]
     count = total = out = torch.zeros_like(log_gate)                        # (B, H, Tq, 1)
-    last = enough(bound, log_gate, sparsity)
+    needed = enough(bound, log_gate, sparsity)
     stop, span = T, 256
     while stop > 0:
         start = max(0, stop - span)
@@ -508,13 +508,14 @@ def tra_few(q, k, v, log_gate, sparsity, bound):
         total = total + weights.sum(-1, keepdim=True)
         count = counts[..., :1]
         stop, span = start, 2 * span
-        if stop and (count >= last).all():
+        if stop and (count >= needed).all():
             break
     return (out / total.masked_fill(total == 0, 1)).to(dtype_out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The baselines: q (B, H, Tq, D) the last queries of k, v (B, H, T, D); all causal, all with s_ij = q_i . k_j / sqrt(D)
+# The baselines: q (B, H, Tq, D) the last queries of k, v (B, H, T, D); all causal, all with s_ij = q_i . k_j / sqrt(D) of
+# RMS-normalised q and k, as TRA
 
 ROWS = 1024  # queries at a time where a baseline needs a matrix of its own, so that memory stays linear in T
 
@@ -626,7 +627,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.proj = nn.Linear(C, C)
         if config.attn in ('tra', 'fot'):
-            self.gate = nn.Linear(C, H)  # apart from qkv: as fast as one matrix for all four, and only the gate has a bias
+            self.gate = nn.Linear(C, H)  # apart from qkv, because only the gate has a bias; one matrix for all was no faster
         if config.attn == 'cope':
             self.table = nn.Parameter(torch.zeros(C // H, config.cope_npos))
 

@@ -168,7 +168,7 @@ def read_settings(argv):
         key, equals, text = arg.lstrip('-').partition('=')
         default = default_of(key, arg)
         if not equals:
-            check(argv and not argv[0].startswith('--'), f'--{key} needs a value, as in --{key}={default}')
+            check(argv and not argv[0].startswith('--'), f'--{key} needs a value, as in --{key}={not default if isinstance(default, bool) else default}')
             text = argv.pop(0)
         flags[key] = text
     for path in files:
@@ -176,7 +176,7 @@ def read_settings(argv):
     for key, text in flags.items():
         settings[key] = read_flag(key, text)
     if settings['out_dir'] is None:
-        name = Path(files[-1]).stem if files else settings['task']
+        name = Path(files[-1]).stem if files and 'task' not in flags else settings['task']
         settings['out_dir'] = f'out/{name}-{settings["attn"]}-{settings["seed"]}'
     return settings, files, flags
 
