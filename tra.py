@@ -327,8 +327,10 @@ class Tiling:
         room = torch.empty(min(self.N, self.chunk), self.block, self.block, device=self.device, dtype=self.dtype)
         return lambda a, b, alpha=1.0: room[:len(a)].baddbmm_(a, b, beta=0, alpha=alpha)
 
-    def hashes(self, seed):
+    def hashes(self, seed, dropout):
         """what dropout_mask needs to know of each query, (N, block)"""
+        if not dropout:
+            return self.rows()
         blocks = torch.arange(self.N // self.BH, device=self.device)[:, None, None] + self.offset
         query = blocks * self.block + torch.arange(self.block, device=self.device)
         return row_hash(seed, torch.arange(self.BH, device=self.device)[:, None], query).flatten(0, 1)
@@ -395,7 +397,7 @@ def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: tor
     with torch.autocast(q.device.type, enabled=False):
         tq, tg = t.queries(q), t.queries(log_gate)
         tk, tv = t.keys(k), t.keys(v)
-        rows = t.hashes(seed)
+        rows = t.hashes(seed, dropout)
         count, total, out = t.rows(), t.rows(), torch.empty_like(tq)
         matmul, reach = t.scratch(), t.full_reach()
         needed = t.queries(enough(bound, widen(log_gate), sparsity))        # 0 for padding
@@ -424,7 +426,7 @@ def tra_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
         tq, tg = t.queries(q), t.queries(log_gate)
         tk, tv = t.keys(k), t.keys(v)
         tdout, delta = t.queries(dout), t.queries((widen(dout) * widen(out)).sum(-1))
-        rows = t.hashes(seed)
+        rows = t.hashes(seed, dropout)
         count, dlog_gate, dq = t.rows(), t.rows(), torch.empty_like(tq)
         dk, dv = torch.empty_like(tk), torch.empty_like(tv)
         for x in (dk, dv):
