@@ -159,10 +159,11 @@ def induct(rng, n, lo, hi, n_symbols, repeats, n_queries):
         parts += [(key[:, None], one, False), (answer[:, None], one, True)]
     return pack(parts, hi + 1 + 2 * n_queries, pad)
 
-INSTRUCTIONS = '=<^$#%'         # copy, reverse, first, last, count, parity: token ids S+2 to S+7
+INSTRUCTIONS = '=<^$#%'         # token ids S+2 to S+7, and what they ask for:
+KINDS = ('copy', 'reverse', 'first', 'last', 'count', 'parity')
 ANSWERS = '+01.'                # tick, even, odd, end: token ids S+8 to S+11
 
-def instruct(rng, n, lo, hi, n_symbols, repeats):
+def instruct(rng, n, lo, hi, n_symbols, repeats, only=None):
     """
     An instruction, symbols, separator, what the instruction asks for, and an end token:
 
@@ -172,13 +173,14 @@ def instruct(rng, n, lo, hi, n_symbols, repeats):
                   - - - - c b a . -                  - - - - c . -                  - - - - 1 . -
 
     Parity is 0 for an even number of symbols and 1 for an odd one. Of no symbols, all but parity answer just the end.
+    Every sequence draws its instruction, unless `only` one of KINDS is wanted.
     """
     sep, pad = n_symbols, n_symbols + 1
     tick, even, end = (pad + 1 + (INSTRUCTIONS + ANSWERS).index(c) for c in '+0.')
     x = draw_symbols(rng, n, hi, n_symbols, repeats)
     size, one = rng.integers(lo, hi + 1, (n, 1)), np.ones(n, dtype=int)             # size is (n, 1) to meet x (n, hi)
-    kind = rng.integers(0, len(INSTRUCTIONS), (n, 1))
-    _, is_reverse, is_first, is_last, is_count, is_parity = (kind == k for k in range(len(INSTRUCTIONS)))
+    kind = rng.integers(0, len(KINDS), (n, 1)) if only is None else np.full((n, 1), KINDS.index(only))
+    _, is_reverse, is_first, is_last, is_count, is_parity = (kind == k for k in range(len(KINDS)))
     place = np.arange(hi)
     source = np.select([is_reverse, is_last], [size - 1 - place, size - 1], place)  # answer[j] = x[source[j]]
     answer = np.take_along_axis(x, np.maximum(source, 0), axis=1)
@@ -216,13 +218,14 @@ def make_task(name, train_length, *, p_ignore=0.8, n_symbols=26, repeats=True, n
         def sample(rng, n, length, split):
             check(length >= max(1, fewest), f'{name} length {length} must be at least {max(1, fewest)}')
             lo = fewest if length <= train_length else max(fewest, length - train_length + 1)
-            return generate(rng, n, lo, length, n_symbols, repeats)
+            only = {'only': split} if split in KINDS else {}
+            return generate(rng, n, lo, length, n_symbols, repeats, **only)
         chars = [*SYMBOLS[:n_symbols], '|', '']         # padding prints as nothing
         if name == 'instruct':
             chars += INSTRUCTIONS + ANSWERS
         lengths = [train_length * (i + 1) for i in range(10 if name == 'instruct' else 6)]
         lengths = tuple(length for length in lengths if repeats or length <= n_symbols)
-        task = Synthetic(name, train_length, chars, ('val',), lengths, sample)
+        task = Synthetic(name, train_length, chars, ('val', *KINDS) if name == 'instruct' else ('val',), lengths, sample)
     task.batch(seed=0, step=0, batch_size=1)            # a length that cannot be should fail here, not later
     return task
 

@@ -32,6 +32,7 @@ import argparse
 import ctypes
 import json
 import math
+import os
 import pickle
 import re
 import statistics
@@ -43,6 +44,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -554,8 +556,19 @@ def bench(args):
         result['kernel'].append({'T': T, 'batch': len(xs[0]), 'forward_ms': forward, 'forward_backward_ms': both,
                                  'peak_mb': memory})
 
+    say('the early exit where nothing is forgotten')
+    T = 128 if quick else 2048
+    xs = attention_inputs(4, T, device, log_gate=0.0)
+
+    def full_walk(*xs):
+        with patch.object(tra.Tiling, 'may_stop', lambda tiling, d: False):
+            return blockwise(*xs)
+    looking, blind = clock([backward(blockwise, xs), backward(full_walk, xs)], 2 if quick else 12, device)
+    result['exit'] = {'T': T, 'looking_ms': looking, 'full_walk_ms': blind}
+
     if device == 'cpu':
         say('where the time goes')
+        os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # the profiler would announce itself
         T = 128 if quick else 1024
         run = backward(blockwise, attention_inputs(8, T, device))
         run()
@@ -620,8 +633,10 @@ def bench_report(result):
                                   for key in ('forward_backward_ms', 'forward_ms', 'peak_mb'))
         kernel.append([f"{row['T']:,}", str(row['batch']), *map(cell, times), cell(times[0] and times[0] / times[1], '.1f'),
                        cell(times[2] and times[1] / times[2], '.2f'), *map(cell, forward), *map(cell, memory)])
-    profile = [f"Where the time goes at T = {result['profile']['T']}, forward + backward: " + ', '.join(
+    profile = [f"Where the time goes at T = {result['profile']['T']:,}, forward + backward: " + ', '.join(
         f'{what} {share:.0%}' for what, share in result['profile']['share'].items())] if 'profile' in result else []
+    never = (f"Gates that never forget, T = {result['exit']['T']:,}, forward + backward: with the early exit "
+             f"{result['exit']['looking_ms'] / result['exit']['full_walk_ms']:.2f} times the time without it")
     step = [['size', 'layers / heads / width', 'batch', 'TRA', 'RoPE', 'TRA / RoPE']]
     for row in result['step']:
         step.append([row['size'], ' / '.join(map(str, row['layers_heads_width'])), str(row['batch']), cell(row['tra_ms']),
@@ -636,7 +651,7 @@ def bench_report(result):
         f"torch {result['torch']}, {result['device']}, {result['threads']} threads; blockwise against dense, fp32, outputs and "
         f"gradients: largest difference {result['max_error']:.1e}",
         'Attention, fp32, H=4, D=64, random gates: forward + backward in ms, forward alone, MB that forward + backward add:',
-        render(kernel), *profile, 'A training step (forward, backward, AdamW) in ms, window 256, vocabulary 256, RoPE with fused attention:',
+        render(kernel), never, *profile, 'A training step (forward, backward, AdamW) in ms, window 256, vocabulary 256, RoPE with fused attention:',
         render(step), 'Forward in ms with gates that forget (log_gate = -2), one sequence, H=4, D=64:', render(forgetful),
         f'blockwise grows as T^{exponent:.2f}', 'Cached generation, mini, one sequence, untrained, tokens per second:', render(generate)])
 

@@ -722,8 +722,17 @@ def test_answers_lengths_and_buckets(name, options):
             assert all(abs(kinds.count(k) - 2000 / 6) < 100 for k in '=<^$#%')
 
 
+@pytest.mark.parametrize('split, sign', list(zip(data.KINDS, '=<^$#%')))
+def test_instruct_has_a_split_for_each_instruction(split, sign):
+    task = make_task('instruct', 10)
+    idx, targets = evaluation_set(task, split, 20, 200)
+    for text, scored in texts_and_answers(task, idx, targets):
+        assert text[0] == sign and scored == solve('instruct', text)[1]
+
+
 def test_default_lengths_and_splits():
     assert make_task('flipflop', 512).splits == ('val', 'sparse', 'dense', 'nonstationary')
+    assert make_task('instruct', 50).splits == ('val', 'copy', 'reverse', 'first', 'last', 'count', 'parity')
     assert make_task('flipflop', 512).lengths == (512,)
     assert make_task('copy', 50).lengths == make_task('induct', 50).lengths == (50, 100, 150, 200, 250, 300)
     assert make_task('instruct', 50).lengths == tuple(range(50, 501, 50))
@@ -1704,7 +1713,7 @@ def test_folder_that_cannot_be_written(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the config files
+# README.md and config/
 
 def test_readme_tables_are_those_of_the_results(command):
     """every table stands below a line <!-- results/NAME.json --FLAGS: TITLE --> and is what eval.py prints of that file"""
@@ -1715,6 +1724,8 @@ def test_readme_tables_are_those_of_the_results(command):
         result = json.loads((ROOT / path).read_text())
         if 'kernel' in result:
             printed = evaluation.bench_report(result)
+            for sentence in (part for part in printed.split('\n\n') if '%' in part or ' times the time ' in part or 'grows as' in part):
+                assert ' '.join(sentence.split()) in ' '.join(text.split()), sentence
         else:
             assert all(set(r) >= {'config', 'seed'} for r in result['runs'])
             printed = command(ROOT / path, *flags.split())[1]
@@ -1745,9 +1756,10 @@ def test_readme_changes_work(tmp_path):
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda path: path.stem)
 def test_config_file_is_sound(path):
-    s = settings_of(str(path))
-    assert path.read_text().startswith('#') and f'python train.py config/{path.name}' in path.read_text()
-    assert s['task'] == path.stem.removesuffix('_cpu') and s['attn'] == 'tra' and len(path.read_text().splitlines()) <= 25
+    """headed by its command, short, and every setting known"""
+    s, text = settings_of(str(path)), path.read_text()
+    assert f'python train.py config/{path.name}' in text.split('\n\n')[0] and len(text.splitlines()) <= 25
+    assert s['task'] == path.stem.removesuffix('_cpu') and s['attn'] == 'tra'
 
 
 def test_flipflop_cpu_learns(tmp_path):
@@ -1768,9 +1780,6 @@ def test_wikitext_cpu_learns(tmp_path):
     assert code == 0 and 'test@256' in out and curve[20] < curve[1] - 1, err
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# README.md and config/
-
 def test_readme_names_what_exists():
     text = (ROOT / 'README.md').read_text()
     headings = re.findall(r'(?m)^##+ .*', text)
@@ -1787,13 +1796,3 @@ def test_readme_names_what_exists():
             assert flag in helps[script] or flag in subprocess.run([sys.executable, script, args.split()[0], '-h'], cwd=ROOT,
                                                                    capture_output=True, text=True).stdout, (script, flag)
     assert {'train.py', 'eval.py', 'data.py'} <= set(helps)
-
-
-@pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda path: path.stem)
-def test_config_files(path):
-    """headed by their command, short, and every setting known"""
-    text = path.read_text()
-    assert f'python train.py config/{path.name}' in text.split('\n\n')[0] and len(text.splitlines()) <= 30
-    read_file = runpy.run_path(str(ROOT / 'train.py'), run_name='settings')['read_file']
-    settings = read_file(path)
-    assert settings['task'] == path.stem.removesuffix('_cpu')
