@@ -720,7 +720,7 @@ def read_results(path):
         wanted = {'run', 'task', 'attn', 'seed', 'train_length', 'checkpoint', 'step', 'config', 'rows', 'mistakes'}
         check(results and all(wanted <= set(result) for result in results), 'runs are missing')
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{path} holds no runs as eval.py RUN --out=FILE.json writes them: {error}') from None
+        raise ValueError(f'{path} is no result of eval.py RUN --out=FILE.json: {error}') from None
     return results
 
 def plan(args, runs):
