@@ -148,7 +148,7 @@ def dropout_mask(rows, distance, dropout, dtype):
 #    and one compiled function, so that the cost of a call is shared. CHUNK tiles still fit the CPU's caches.
 #
 # Where the time then goes, `python eval.py --bench` says by torch.profiler: on 2 CPU cores about two thirds are the seven matmuls
-# of a tile, forward and backward, as in any attention, and about a sixth the two compiled functions.
+# of a tile, forward and backward, as in any attention, and a tenth to a sixth the two compiled functions.
 
 PLANES = 8
 CHUNK = 64
