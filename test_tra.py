@@ -516,6 +516,40 @@ def test_initialisation_and_sizes():
     assert biases == {'attn.proj.bias', 'attn.gate.bias', 'mlp.up.bias', 'mlp.down.bias'}
 
 
+@pytest.mark.parametrize('keep_at_start', (False, True))
+def test_every_key_is_kept_at_the_start_if_asked_for(keep_at_start, monkeypatch):
+    """Half of the keys are kept by chance. keep_at_start keeps all but a few, in every layer, and spreads the gates over the layers."""
+    seen = []
+
+    def spy(q, k, v, log_gate, *args, **options):
+        out, parts = tra.tra_dense(q, k, v, log_gate, return_parts=True)
+        T = q.size(2)
+        seen.append((float(parts['keep'].sum() / (q.size(0) * q.size(1) * T * (T + 1) / 2)), float(log_gate.exp().mean())))
+        return out
+
+    monkeypatch.setattr(tra, 'tra_blockwise', spy)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            Decoder(Config(50, n_layer=3, n_head=2, n_embd=128, keep_at_start=keep_at_start)).eval()(torch.randint(50, (8, 40)))
+    shares, gates = zip(*seen)
+    assert min(shares) > 0.99 if keep_at_start else 0.35 < min(shares) and max(shares) < 0.65
+    for n, bias in enumerate((-2, 1, 4) if keep_at_start else (0, 0, 0)):
+        assert all(abs(gate - 1 / (1 + math.exp(-bias))) < 0.03 for gate in gates[n::3])
+
+
+def test_keep_at_start_is_the_same_for_all_attentions():
+    for attn in tra.ATTENTIONS:
+        torch.manual_seed(0)
+        model = Decoder(Config(50, n_layer=1, n_head=2, n_embd=16, attn=attn, keep_at_start=True))
+        embed = model.embed.weight
+        u = embed.mean(0) / embed.mean(0).norm()            # nearly the common direction
+        q, k, _ = model.blocks[0].attn.qkv.weight.chunk(3)
+        assert F.cosine_similarity(q @ u, k @ u, dim=0) > 0.9 and F.cosine_similarity(embed, u[None]).mean() > 0.3
+        if hasattr(model.blocks[0].attn, 'gate'):
+            assert (model.blocks[0].attn.gate.bias == -2).all()
+
+
 def test_loss_ignores_minus_one():
     model = small('nope')
     idx = torch.randint(13, (2, 9))
@@ -588,7 +622,8 @@ def test_compiling_a_model_keeps_the_kernel_whole(compiling):
 def test_bad_configs():
     for options, words in ((dict(attn='rpoe'), ['rpoe', 'rope', 'tra']), (dict(n_embd=10, n_head=4), ['10', '4']),
                            (dict(n_embd=12, n_head=4, attn='rope'), ['even', '3']), (dict(dropout=1.0), ['dropout', '1.0']),
-                           (dict(n_layer=0), ['n_layer', '0'])):
+                           (dict(n_layer=0), ['n_layer', '0']),
+                           (dict(keep_at_start=True, pre_norm=False), ['keep_at_start', 'pre_norm'])):
         with pytest.raises(ValueError) as error:
             Config(5, **options)
         assert all(word in str(error.value) for word in words) and '\n' not in str(error.value)

@@ -52,6 +52,7 @@ class Config:
     rope_theta: float = 500_000.0  # base of the rotary angles
     cope_npos: int = 64            # number of positions CoPE can tell apart
     pre_norm: bool = True          # False: the notebook's blocks, which normalise the residual stream itself
+    keep_at_start: bool = False    # True: initialised so that TRA keeps every key at first, see Decoder.keep_all
 
     def __post_init__(self):
         if self.attn not in ATTENTIONS:
@@ -63,6 +64,8 @@ class Config:
             raise ValueError(f'n_embd ({self.n_embd}) must be divisible by n_head ({self.n_head})')
         if self.attn == 'rope' and self.n_embd // self.n_head % 2:
             raise ValueError(f'rope rotates pairs: n_embd / n_head must be even, not {self.n_embd // self.n_head}')
+        if self.keep_at_start and not self.pre_norm:
+            raise ValueError('keep_at_start changes the initialisation of pre-norm blocks: pre_norm must be True with it')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
 
@@ -709,6 +712,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.pre_norm:
             self.initialise()
+            if config.keep_at_start:
+                self.keep_all()
         else:  # as the notebook, whose norms undo the scale of the stream; the rest has PyTorch's defaults
             nn.init.uniform_(self.embed.weight, -0.01, 0.01)
             nn.init.normal_(self.head.weight, std=0.02)
@@ -724,6 +729,25 @@ class Decoder(nn.Module):
             elif p.dim() == 2 and not name.endswith('table'):
                 last = name.endswith(('proj.weight', 'down.weight'))        # the last matrix of a branch
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if last else 0.02)
+
+    @torch.no_grad()
+    def keep_all(self):
+        """
+        A dropped key gets no gradient, and what a softmax gains on one key it takes from the others: nothing lifts all scores of a head
+        together. So the half of all pairs of tokens that begins below 0 tends to stay there. Here, embeddings get a common direction u
+        and W_q u = W_k u = z: every query shares a part with every key, all scores start positive, and training decides what to drop.
+        z is larger than the other weights, or they would soon outgrow it. The gates start sharp in the first layer, which has
+        to single out a neighbour, and slow in the last, which has to look far.
+        """
+        C = self.config.n_embd
+        u = F.normalize(torch.randn(C), dim=0)
+        self.embed.weight += 0.5 * self.embed.weight.norm(dim=1).mean() * u
+        for n, block in enumerate(self.blocks):
+            z = 0.1 * torch.randn(C)
+            for w in block.attn.qkv.weight.chunk(3)[:2]:                    # W_q and W_k (C, C)
+                w += torch.outer(z - w @ u, u)                              # now w @ u is z
+            if self.config.attn in ('tra', 'fot'):
+                block.attn.gate.bias += -2 + 6 * n / max(1, self.config.n_layer - 1)    # e^g from 0.12 to 0.98
 
     def forward(self, idx, targets=None, cache=None):
         """

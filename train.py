@@ -72,6 +72,7 @@ tra_distance = True         # False: ablation, distance does not count
 rope_theta = 500_000.0      # base of the rotary angles
 cope_npos = 64              # positions that CoPE can tell apart
 pre_norm = True             # False: the blocks of the authors' notebook
+keep_at_start = False       # True: initialised so that TRA keeps every key at first; other attentions start alike
 # optimiser: AdamW, linear warm-up, cosine decay
 batch_size = 64             # sequences in a micro-batch, all processes together
 gradient_accumulation_steps = 1     # micro-batches in a step: 4 of 16 are 1 of 64 in less memory
@@ -333,7 +334,7 @@ def main():
         for length in eval_lengths:
             next(iter(source.eval_batches(final_splits[0], length * train_length, 1)))      # complains of one that cannot be
         model_config = Config(source.vocab_size, n_layer, n_head, n_embd, mlp_ratio, dropout, attn, tra_sparsity, tra_distance,
-                              rope_theta, cope_npos, pre_norm)
+                              rope_theta, cope_npos, pre_norm, keep_at_start)
         folder = Path(out_dir)
         checkpoint = open_run(folder, config, model_config)     # several machines have to share the folder
         config['device'], config['dtype'], config['compile'] = choose_machine()
