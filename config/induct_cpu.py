@@ -1,6 +1,9 @@
 # Induction on a CPU: which symbol followed this one? Up to 16 symbols in training, up to 96 in the test.
 #
 #     python train.py config/induct_cpu.py
+#
+# On one core of an AMD EPYC (AVX-512): 2 minutes. Exact match, mean of seeds 0 to 3: 1.00 at 2-16 symbols, 0.78 at 49-64, 0.72 at
+# 81-96 (--attn=rope, seed 0: 1.00, 0.62, 0.42).
 
 task = 'induct'
 train_length = 16
