@@ -733,11 +733,11 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def keep_all(self):
         """
-        A dropped key gets no gradient, and what a softmax gains on one key it takes from the others: nothing lifts all scores of a head
-        together. So the half of all pairs of tokens that begins below 0 tends to stay there. Here, embeddings get a common direction u
-        and W_q u = W_k u = z: every query shares a part with every key, all scores start positive, and training decides what to drop.
-        z is larger than the other weights, or they would soon outgrow it. The gates start sharp in the first layer, which has
-        to single out a neighbour, and slow in the last, which has to look far.
+        A dropped key gets no gradient from the query that drops it, and what a softmax gains on one key it takes from the others: nothing
+        lifts all scores of a head together. So the half of all pairs of tokens that begins below 0 tends to stay there. Here, embeddings
+        get a common direction u, and W_q u = W_k u = z: every query shares a part with every key, nearly all scores start positive, and
+        training decides what to drop. z is larger than the other weights, or they would soon outgrow it. The gates start sharp in the
+        first layer, which has to single out a neighbour, and slow in the last, which has to look far.
         """
         C = self.config.n_embd
         u = F.normalize(torch.randn(C), dim=0)
