@@ -793,6 +793,34 @@ def test_streams_are_pure_and_sets_are_fixed(name):
     assert len({idx.tobytes() for split in task.splits for idx, _ in task.eval_batches(split, L, 50)}) == len(task.splits)
 
 
+@pytest.mark.parametrize('name, length, options, expected', [
+    ('flipflop', 512, {}, 'c62bf4a 17eb969 5c2a1fb 8481bdf 8686503'),
+    ('flipflop', 128, {'p_ignore': 0.5}, 'efc1b83 7693938 22b2da3 7494301 2ba1cdd'),
+    ('copy', 50, {}, '14095e4 f0321e7'),
+    ('copy', 16, {'n_symbols': 96, 'repeats': False}, '0696cfd 1edc81a'),
+    ('induct', 50, {'n_queries': 8}, '5bf4338 bedde04'),
+    ('induct', 16, {'n_symbols': 96, 'repeats': False}, '8061b7e 0501790'),
+    ('instruct', 50, {}, '44f1c61 c7463cf 3a2cfd4 a8bf0bb 8846c86 d703023 0579614 c0b6e09'),
+    ('instruct', 8, {'n_symbols': 80, 'repeats': False},
+     '7367cba bf3dafb 3c47144 95978f6 d06466f 01aa811 cb3b6f1 c8e939f'),
+    ('wikitext', 16, {}, 'c90e7cf 126090a 449bf8a'),
+])
+def test_published_streams_and_sets_are_unchanged(name, length, options, expected, tmp_path):
+    """checksums of the first sequences of a training stream, then of every split at three lengths"""
+    if name == 'wikitext':
+        options = tiny_text(tmp_path)
+    task, found = make_task(name, length, **options), ''
+    for split in ('train', *task.splits):
+        digest = hashlib.sha256()
+        for x in (1, 2, 4 if name != 'wikitext' else 3):
+            batch = (task.batch(x, 7 * x, 5) if split == 'train'
+                     else evaluation_set(task, split, x * length, 5, seed=x // 2))
+            for array in batch:
+                digest.update(array.astype('<i8').tobytes())
+        found += digest.hexdigest()[:7] + ' '
+    assert found.split() == expected.split()
+
+
 @pytest.mark.parametrize('name', SYNTHETIC)
 def test_decode_and_encode(name):
     task = make_task(name, SYNTHETIC[name], n_symbols=60)
