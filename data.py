@@ -25,6 +25,8 @@ fixed: no seed and no setting of the training loop changes them.
 """
 
 import argparse
+import atexit
+import ctypes
 import hashlib
 import json
 import os
@@ -32,24 +34,216 @@ import re
 import string
 import sys
 import time
+import warnings
 import zipfile
 import zlib
+from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count, islice
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Callable
 
 import numpy as np
 
-TASKS = ('flipflop', 'copy', 'induct', 'instruct', 'wikitext')
-TRAIN, EVAL = 0, 1              # first number of every generator's key, so that no evaluation set is ever trained on
+# -----------------------------------------------------------------------------
+# what the three scripts share
 
 def check(ok, message):
     if not ok:
         raise ValueError(message)
+
+def one_line_errors(prog, stopped='stopped'):
+    """
+    From here on, what a user can cause ends the program with one line on stderr and exit code 2;
+    other exceptions keep their traceback, and python -i shows it for all. Called first in each
+    script, so that there is one place for this and no `try` around the work.
+    """
+    def hook(kind, error, trace):
+        sys.excepthook = sys.__excepthook__
+        text = ' '.join(str(error).split()) or kind.__name__
+        memory = issubclass(kind, RuntimeError) and re.search('memory|overflow', text)
+        if issubclass(kind, BrokenPipeError):           # `| head -1` has seen enough
+            code, text = 128 + 13, ''
+        elif issubclass(kind, KeyboardInterrupt):
+            code, text = 130, '\n' + stopped
+        elif issubclass(kind, MemoryError) or memory:   # torch.OutOfMemoryError is a RuntimeError
+            code, text = 2, f'{prog}: this does not fit in memory: {text[:200]}'
+        elif issubclass(kind, (ValueError, OSError)):
+            code, text = 2, f'{prog}: {text}'
+        else:
+            return sys.__excepthook__(kind, error, trace)
+        try:
+            if text and os.environ.get('LOCAL_RANK', '0') == '0':
+                print(text, file=sys.stderr, flush=True)
+        except OSError:
+            pass                                        # nobody listens
+        sys.exit(code)
+    def last_words():
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError):                   # else Python complains of it at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    atexit.register(last_words)
+    if hasattr(sys.stdout, 'reconfigure'):
+        sys.stdout.reconfigure(errors='replace')        # an output that has no ± shows a ?
+    if not sys.flags.interactive:
+        sys.excepthook = hook
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message):                           # argparse would print the usage first
+        raise ValueError(f'{message}; python {self.prog} -h explains')
+
+class Progress:
+    """
+    How far the work is and the time left, on stderr: a line rewritten in place on a terminal, a new
+    one every 10 s elsewhere. Called with the amount just done. The label may change on the way.
+    With a unit, say MB, it shows amounts too, in millions.
+    """
+    def __init__(self, total, label='', unit='', done=0):
+        self.total, self.label, self.unit, self.done, self.first = total, label, unit, done, done
+        self.begun = self.shown = time.monotonic()
+
+    def __call__(self, amount):
+        self.done += amount
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        if now - self.shown < (0.5 if terminal else 10):
+            return
+        self.shown, total = now, max(self.total, self.done, 1e-9)
+        rate = max(self.done - self.first, 1e-9) / (now - self.begun)
+        line = f'{self.done / total:4.0%} | '
+        if self.unit:
+            line += f'{self.done / 1e6:.1f} of {total / 1e6:.1f} {self.unit}, {rate / 1e6:.1f} a second | '
+        line += f'eta {timedelta(seconds=round(min((total - self.done) / rate, 1e9)))} | {self.label}'
+        print(line[:79].ljust(79), end='\r' if terminal else '\n', file=sys.stderr, flush=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if sys.stderr.isatty():
+            print(' ' * 79, end='\r', file=sys.stderr, flush=True)
+
+@contextmanager
+def atomic(path):
+    """
+    Write to a temporary file and rename it: whoever looks at path sees the old file or the new one,
+    never half of it. If anything fails, a full disk for one, the old one stays.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + '.tmp')
+    try:
+        with open(temporary, 'wb') as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+def save_checkpoint(path, checkpoint):
+    import torch                                        # here: data.py show does without
+    try:
+        with atomic(path) as f:
+            torch.save(checkpoint, f)
+    except (OSError, RuntimeError) as error:            # torch's own word for a full disk
+        raise OSError(f'cannot write {path}: {error}') from error
+
+def read_checkpoint(path):
+    """
+    The dict that train.py saved: 'model' (weights), 'model_config' (tra.Config), 'config' (the
+    settings that make a run what it is), 'run' (the others, free to change), 'step', and what it
+    takes to resume. Only tensors and plain values are read: a file with any other pickled object,
+    which could run code as it is loaded, is refused.
+    """
+    import pickle
+    import torch
+    path = Path(path)
+    check(path.is_file(), f'{path} is missing')
+    try:
+        with warnings.catch_warnings(action='ignore'):
+            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:      # a damaged file fails in many ways: zip, pickle, end of file
+        unsafe = isinstance(error, pickle.UnpicklingError) and 'GLOBAL' in str(error)
+        raise ValueError(f'{path} is refused: it holds a pickled object, not only tensors and plain '
+                         'values' if unsafe else f'{path} cannot be read: damaged, or no checkpoint '
+                         f'at all ({type(error).__name__})') from None
+    fields = {'model': dict, 'model_config': dict, 'config': dict, 'run': dict, 'step': int}
+    for key, kind in fields.items():
+        check(isinstance(checkpoint, dict) and key in checkpoint,
+              f'{path} is no checkpoint of train.py: it has no {key!r}')
+        check(type(checkpoint[key]) in (kind, OrderedDict),
+              f'{path} is no checkpoint of train.py: its {key!r} is no {kind.__name__}')
+    for name, weight in checkpoint['model'].items():
+        check(isinstance(weight, torch.Tensor) and weight.isfinite().all(),
+              f'{path} is damaged: weight {name!r} is not a tensor of finite numbers')
+    return checkpoint
+
+def pick_machine(device='auto', dtype='auto', compile='auto'):
+    """
+    Where to compute and how: an object with device ('cpu', 'cuda:0', ...), dtype, compile, autocast
+    (a context manager to run the model in) and why, a line that says so. Training and evaluation
+    choose alike, so that their tables agree.
+    """
+    import torch
+    why = dict.fromkeys(('device', 'dtype', 'compile'), 'as told')
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        check(':' not in device, f'device {device!r} is for one process: torchrun deals out the GPUs')
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        why['device'] = 'found one' if device == 'cuda' else 'no CUDA found'
+    if device == 'cuda':
+        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+    try:
+        if device.startswith('cuda'):                   # first, or each process opens GPU 0 as well
+            torch.cuda.set_device(device)
+            torch.set_float32_matmul_precision('high')  # TF32
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f'device {device!r} does not work here: {reason}') from None
+    kind = torch.device(device).type
+    if dtype == 'auto':
+        has_it = kind == 'cuda' and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype, why['dtype'] = (('bfloat16', 'the GPU has it') if has_it else
+                               ('float32', 'no GPU with bfloat16'))
+    check(dtype in ('float32', 'bfloat16'),
+          f'dtype {dtype!r} is unknown: choose auto, float32 or bfloat16')
+    if compile == 'auto':
+        compile = kind == 'cuda'
+        why['compile'] = ('pays on CUDA' if compile else
+                          "pays on CUDA only; TRA's kernel is compiled anyway")
+    check(isinstance(compile, bool), f'compile {compile!r} is unknown: choose auto, True or False')
+    chosen = {'device': device, 'dtype': dtype, 'compile': compile}
+    return SimpleNamespace(
+        **chosen, why=' | '.join(f'{key} {value} ({why[key]})' for key, value in chosen.items()),
+        autocast=torch.autocast(kind, torch.bfloat16, enabled=dtype == 'bfloat16'))
+
+def keep_freed_memory():
+    """
+    glibc gives large blocks back to the system when they are freed. To ask for them again, page by
+    page, can cost more than what is then done with them: let it keep them.
+    """
+    try:
+        libc = ctypes.CDLL('libc.so.6')
+        libc.mallopt(-3, 2 ** 30)               # M_MMAP_THRESHOLD: smaller ones come from the heap
+        libc.mallopt(-1, 2 ** 31 - 1)           # M_TRIM_THRESHOLD: and stay there
+    except (OSError, AttributeError):
+        pass                                    # not Linux, or another C library
+
+# -----------------------------------------------------------------------------
+
+TASKS = ('flipflop', 'copy', 'induct', 'instruct', 'wikitext')
+TRAIN, EVAL = 0, 1              # first number of every generator's key, so that no evaluation set is ever trained on
 
 # -----------------------------------------------------------------------------
 # flip-flop (Liu et al. 2023, arXiv 2306.00946): token ids 0 1 are the bits, 2 3 4 the instructions
@@ -354,23 +548,6 @@ def load_tokenizer(name):
                          'set TIKTOKEN_CACHE_DIR to a folder that has its files; or use --tokenizer=bytes') from error
     return gpt2.n_vocab, gpt2.encode_ordinary, gpt2.decode
 
-class Progress:
-    """Amount, rate and time left: one line rewritten in place on a terminal, a new line every 10 s elsewhere."""
-    def __init__(self, label, total, done=0):
-        self.label, self.total, self.first = label, total, done
-        self.begun = self.shown = time.monotonic()
-
-    def __call__(self, done):
-        now, tty = time.monotonic(), sys.stdout.isatty()
-        if now - self.shown < (0.2 if tty else 10) and done != self.total:
-            return
-        self.shown = now
-        rate = (done - self.first) / max(now - self.begun, 1e-6)
-        left = max(0, self.total - done) / max(rate, 1)
-        line = f'{self.label}: {done / 1e6:.1f} of {self.total / 1e6:.1f} MB | {rate / 1e6:.1f} MB/s | '
-        line += f'eta {timedelta(seconds=int(left))}'
-        print(line.ljust(79), end='\r' if tty and done != self.total else '\n', flush=True)
-
 def sha256(path):
     digest = hashlib.sha256()
     with open(path, 'rb') as f:
@@ -397,11 +574,11 @@ def fetch(url, part):
                 if not answer.headers.get('Content-Range', '').startswith(f'bytes {have}-'):
                     have = 0                    # the server ignores Range and sends everything again
                 total = have + int(answer.headers.get('Content-Length', 0))
-                progress = Progress(part.stem, total, have)
-                with open(part, 'ab' if have else 'wb') as f:
+                with (open(part, 'ab' if have else 'wb') as f,
+                      Progress(total, part.stem, 'MB', have) as progress):
                     for block in answer.iter_content(1 << 16):
                         f.write(block)
-                        progress(f.tell())
+                        progress(len(block))
             if part.stat().st_size >= total:
                 return
             raise requests.ConnectionError('the connection closed early')           # which old versions let pass
@@ -483,16 +660,6 @@ def read_meta(folder):
         return None
     return meta if whole else None
 
-@contextmanager
-def atomic(path):
-    """Write to a temporary file and rename it: whoever looks at path sees all of it or nothing."""
-    temporary = path.with_name(path.name + '.tmp')
-    with open(temporary, 'wb') as f:
-        yield f
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-
 def prepare(dataset, tokenizer='gpt2', data_dir='data', source=None):
     """Write train.bin, val.bin and test.bin (uint16 tokens), and then meta.json, which marks the folder complete."""
     folder = bin_folder(data_dir, dataset, tokenizer)
@@ -510,13 +677,14 @@ def prepare(dataset, tokenizer='gpt2', data_dir='data', source=None):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / 'meta.json').unlink(missing_ok=True)
         for split, (open_text, size) in texts.items():
-            progress, n_tokens, n_bytes = Progress(f'tokenising {split}', size), 0, 0
-            with open_text() as stream, atomic(folder / f'{split}.bin') as f:
+            n_tokens, n_bytes = 0, 0
+            with (open_text() as stream, atomic(folder / f'{split}.bin') as f,
+                  Progress(size, f'tokenising {split}', 'MB') as progress):
                 for piece in pieces(stream):
                     tokens = np.array(encode(piece.decode()), dtype=np.uint16)
                     f.write(tokens.tobytes())
                     n_tokens, n_bytes = n_tokens + len(tokens), n_bytes + len(piece)
-                    progress(n_bytes)
+                    progress(len(piece))
             meta['tokens'][split], meta['bytes'][split] = n_tokens, n_bytes
             print(f'wrote {folder}/{split}.bin: {n_tokens:,} tokens of {n_bytes:,} bytes of text', flush=True)
     except UnicodeDecodeError as error:
@@ -544,10 +712,6 @@ def show(args):
             sample = {'tokens': tokens.tolist(), 'targets': target.tolist(), 'text': text}
             print(json.dumps(sample, ensure_ascii=False) if args.json else text)
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):                   # argparse would print the usage first
-        self.exit(2, f'data.py: {" ".join(message.split())}; python data.py -h explains\n')
-
 def boolean(text):
     return ('false', 'true').index(text.lower()) == 1
 
@@ -555,7 +719,7 @@ def main():
     parser = Parser(prog='data.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True, metavar='command')
     defaults = argparse.ArgumentDefaultsHelpFormatter           # a formatter that adds the defaults to the help
-    add_command = partial(commands.add_parser, formatter_class=defaults, allow_abbrev=False)
+    add_command = partial(commands.add_parser, formatter_class=defaults)
     command = add_command('show', help='print samples of a task')
     command.add_argument('task', choices=TASKS)
     command.add_argument('--split', default='train', help='train, val; also test, or sparse, dense, nonstationary')
@@ -575,15 +739,11 @@ def main():
         command.add_argument('--tokenizer', default='gpt2', help=' or '.join(TOKENIZERS))
         command.add_argument('--data_dir', default='data', help='where the zip and the tokens go')
     args = parser.parse_args()
-    try:
-        if args.command == 'show':
-            show(args)
-        else:
-            prepare(args.command, args.tokenizer, args.data_dir, args.source)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f'data.py: {" ".join(str(error).split())}\n')
-    except KeyboardInterrupt:
-        parser.exit(130, '\nstopped; the same command goes on from here\n')
+    if args.command == 'show':
+        show(args)
+    else:
+        prepare(args.command, args.tokenizer, args.data_dir, args.source)
 
 if __name__ == '__main__':
+    one_line_errors('data.py', 'stopped; the same command goes on from here')
     main()
