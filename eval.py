@@ -18,16 +18,12 @@ A length is in tokens for flipflop; for copy, induct and instruct it is the most
 many as make 2^18 tokens, but from 2 to 1000. For wikitext it is tokens of text: by default all, and
 never less than the largest window.
 
---json and --out=FILE.json give {"runs": [...]}, and "interrupted": true if Ctrl-C came first. A run
+--json and --out=FILE.json give {"runs": [...]}, and "interrupted": true if they were cut short. A run
 has "run", "task", "attn", "seed", "train_length", "config" (its settings), "checkpoint" and "step"
-(the file that was read), "trained" (how far the run itself has come) and
-
-    "rows"      "split", "length", "n", "exact_match", "token_error", "tokens" (scored ones), "loss"
-                (nats a token), "upper95" (null if a sequence was wrong); for wikitext "split",
-                "window", "tokens", "perplexity", "bits_per_byte", "loss", "by_position" (loss where
-                "first" to "last" tokens of the window were visible)
-    "mistakes"  "split", "length", "sequence", how many tokens are "wrong", the first of their
-                "positions", and "text" to look at
+(the file that was read), "trained" (how far the run itself has come), "mistakes", and "rows" of
+"split", "length", "n", "exact_match", "token_error", "tokens" (scored ones), "loss" (nats a token)
+and "upper95" (null if a sequence was wrong); for wikitext "split", "window", "tokens", "perplexity",
+"bits_per_byte", "loss" and "by_position" (where "first" to "last" tokens were visible).
 """
 import argparse
 import ctypes
@@ -40,7 +36,7 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
-from itertools import zip_longest
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -215,21 +211,27 @@ def format_table(rows):
     """The rows of one run, as evaluate returns them, for people."""
     return format_settings([('', [{'rows': rows}])])
 
+def by_place(runs):
+    """{(split, length): a row of each seed}"""
+    rows = {}
+    for row in (row for run in runs for row in run['rows']):
+        rows.setdefault(place(row), []).append(row)
+    return rows
+
 def format_settings(settings):
     """
     Tables for [(label, [result of a run, of the next seed, ...]), ...]. One setting: splits and
     lengths down, its metrics across. Several: a table for each metric, settings down, splits and
     lengths across.
     """
-    every = [row for _, runs in settings for run in runs for row in run['rows']]
-    if not every:
+    cells = {label: by_place(runs) for label, runs in settings}
+    places = list(dict.fromkeys(x for rows in cells.values() for x in rows))
+    if not places:
         return 'nothing measured yet'
-    splits = list(dict.fromkeys(row['split'] for row in every))
-    places = sorted(set(map(place, every)), key=lambda x: (splits.index(x[0]), x[1]))
-    cells = [[[row for run in runs for row in run['rows'] if place(row) == x] for x in places]
-             for _, runs in settings]                       # [setting][place]: a row for each seed
-    columns = list(zip(*cells))
-    text = 'window' in every[0]
+    splits = list(dict.fromkeys(split for split, _ in places))
+    places.sort(key=lambda x: (splits.index(x[0]), x[1]))
+    columns = [[rows[x] for rows in cells.values() if x in rows] for x in places]
+    text = 'window' in columns[0][0][0]
     counts = {'tokens': 'tokens'} if text else {'sequences': 'n', 'scored': 'tokens'}
     counts = {name: [span([row[key] for rows in column for row in rows], '{:,}')
                      for column in columns] for name, key in counts.items()}
@@ -242,22 +244,19 @@ def format_settings(settings):
         values = [row[key] for row in rows]
         spread = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
         return METRICS[key][1](statistics.mean(values)) + spread if values else '-'
-    metrics = {name: key for key, (name, _) in METRICS.items() if key in every[0]}
+    tables = {METRICS[key][0]: [[label, *(write(key, rows.get(x, [])) for x in places)]
+                                for label, rows in cells.items()]
+              for key in METRICS if key in columns[0][0][0]}
     if len(settings) == 1:
-        table = {'split': [split for split, _ in places],
-                 'window' if text else 'length': [f'{length:,}' for _, length in places], **counts}
-        for name, key in metrics.items():
-            table[name] = [write(key, rows) for rows in cells[0]]
-        return render(list(zip(*([name, *column] for name, column in table.items()))))
-    texts = []
-    for name, key in metrics.items():
-        lines = [['', *(f'{split} {length:,}' for split, length in places)]]
-        lines += [[label, *(write(key, rows) for rows in line)]
-                  for (label, _), line in zip(settings, cells)]
-        lines += [[count, *column] for count, column in counts.items()
-                  if count != 'error below' or key == 'exact_match']
-        texts.append(f'{name}:\n\n{render(lines)}')
-    return '\n\n'.join(texts)
+        lines = [['split', *(split for split, _ in places)],
+                 ['window' if text else 'length', *(f'{length:,}' for _, length in places)],
+                 *([name, *column] for name, column in counts.items()),
+                 *([name, *line[1:]] for name, [line] in tables.items())]
+        return render(list(zip(*lines)))
+    head = ['', *(f'{split} {length:,}' for split, length in places)]
+    foot = [[name, *column] for name, column in counts.items()]
+    return '\n\n'.join(f'{name}:\n\n' + render([head, *lines, *foot[:None if n == 0 else 2]])
+                       for n, (name, lines) in enumerate(tables.items()))   # the bound once
 
 def span(values, form):
     """'50', or '50 to 1,000' where runs differ"""
@@ -285,17 +284,14 @@ def group(results):
     keys = [key for key in dict.fromkeys(key for config in configs for key in config)
             if key != 'attn' and any(c.get(key) != configs[0].get(key) for c in configs)]
     rare = lambda key, x: 2 * sum(c.get(key) == x for c in configs) <= len(configs)
-    names = []
-    for config, (run, *_) in zip(configs, settings):
-        label = ', '.join([run['attn'], *(f'{key}={config.get(key)}' for key in keys
-                                          if rare(key, config.get(key)))])
-        names.append([x + unfinished(run) for x in (label, Path(run['run']).name, run['run'])])
     labels = []
-    for runs, name in zip(settings, names):     # the first that is short and stands for one alone
-        label = next((x for x, others in zip(name, zip(*names)) if others.count(x) == 1 and
-                      (len(x) <= 40 or x != name[0])), name[-1])
-        labels.append(label + f' ({len(runs)} seeds)' * (len(runs) > 1))
-    return list(zip(labels, settings))
+    for config, (run, *_) in zip(configs, settings):
+        apart = [f'{key}={config.get(key)}' for key in keys if rare(key, config.get(key))]
+        labels.append(', '.join([run['attn'], *apart]) + unfinished(run))
+    names = [label if len(label) <= 40 and labels.count(label) == 1 else  # the folder says it better
+             Path(runs[0]['run']).name + unfinished(runs[0]) for label, runs in zip(labels, settings)]
+    return [(name + f' [{n}]' * (names.count(name) > 1) + f' ({len(runs)} seeds)' * (len(runs) > 1),
+             runs) for n, (name, runs) in enumerate(zip(names, settings), 1)]
 
 def unfinished(result):
     """' (step 500 of 2000)', or nothing for a run that is complete"""
@@ -348,11 +344,11 @@ def plot_lengths(settings, train_lengths, path):
         used.append(colour)
         for ax, split in zip(axes, panels):
             points = {}     # x: the values of all seeds
-            for row in (row for run in runs for row in run['rows']):
-                if row['split'] == split:
-                    points.setdefault(place(row)[1], []).append(row[metric])
-                elif split is None and place(row) == (panels[-2], lengths[-1]):
-                    for b in row['by_position']:
+            for (where, length), rows in by_place(runs).items():
+                if where == split:
+                    points[length] = [row[metric] for row in rows]
+                elif split is None and (where, length) == (panels[-2], lengths[-1]):
+                    for b in (b for row in rows for b in row['by_position']):
                         points.setdefault(math.sqrt(b['first'] * b['last']), []).append(b['loss'])
             at = sorted(points)
             low, middle, high = ([f(points[x]) for x in at] for f in (min, statistics.mean, max))
@@ -438,17 +434,16 @@ def plot_attention(rows, title, path):
     """
     plt = pyplot()
     from matplotlib.colors import LinearSegmentedColormap
-    shades = ['#e3eefa', '#6fa8dc', COLOURS['tra'], '#0b2f5e']
-    blues = LinearSegmentedColormap.from_list('', shades)
-    oranges = LinearSegmentedColormap.from_list('', ['#fff3e6', COLOURS['alibi']])
-    widest, wide = max(len(labels) for row in rows for _, labels, _ in row), max(map(len, rows))
-    cell = 0.36 if widest <= 24 else max(0.1, 8.6 / widest)     # inches
-    side = cell * (widest + 2)
+    blues = LinearSegmentedColormap.from_list('', ['#e3eefa', '#6fa8dc', '#0072B2', '#0b2f5e'])
+    oranges = LinearSegmentedColormap.from_list('', ['#fff3e6', '#E69F00'])
+    most, wide = max(len(labels) for row in rows for _, labels, _ in row), max(map(len, rows))
+    cell = 0.36 if most <= 24 else max(0.1, 8.6 / most)     # inches
+    side = cell * (most + 2)
     fig, axes = plt.subplots(len(rows), wide, squeeze=False, layout='constrained', figsize=(
         max(7, wide * (side + 0.5) + 1), len(rows) * (side + 0.4) + 1.2))
-    notes = ['a row is a query, a column a key']
     for ax in axes.flat:
         ax.axis('off')
+    notes = ['a row is a query, a column a key']
     for ax, (name, labels, parts) in ((axes[n, h], panel) for n, row in enumerate(rows)
                                       for h, panel in enumerate(row)):
         T, weights, past = len(labels), parts['weights'], np.tri(len(labels)) > 0
@@ -457,29 +452,29 @@ def plot_attention(rows, title, path):
         image[:, :T] = blues(weights)
         image[:, :T][~keep] = (0.92, 0.92, 0.92, 1)
         image[:, :T][~past] = 1                             # the future is blank
-        write = partial(ax.text, ha='center', va='center')
-        small = 8 if T > 9 else 11
         if 'keep' in parts:
+            kept = keep.sum() / past.sum()
+            ax.text(T, T / 16, f'keeps {kept:.0%}', ha='right', va='top', color='#777777')
             notes.append('grey: dropped')
-            share_kept = keep.sum() / past.sum()
-            write(0.8 * T, max(0.5, T / 16), f'keeps {share_kept:.0%}', color='#777777')
-        for i, j in np.argwhere(keep) if 'keep' in parts and widest <= 24 else ():
-            notes.append('2/7: the 2nd kept key, and 7th of all, back from the query')
-            write(j + 0.5, i + 0.52, f"{parts['count'][i, j]:.0f}/{i - j + 1}", fontsize=small,
-                  color='white' if weights[i, j] > 0.4 else '#333333')
         if 'gate' in parts:
-            notes.append('gate: what is left of a weight for each kept key further back')
             image[:, T + 1] = oranges(parts['gate'])
-            write(T + 1.5, -0.4, 'gate', color='#b06f00')
-            for i, gate in enumerate(parts['gate'] if widest <= 24 else ()):
-                write(T + 1.5, i + 0.52, f'{gate:.2f}', fontsize=small)
+            ax.text(T + 1.5, -0.2, 'gate', ha='center', color='#b06f00')
+            notes.append('gate: what is left of a weight for each kept key further back')
+        if 'keep' in parts and most <= 24:
+            write = partial(ax.text, ha='center', va='center', fontsize=8 if T > 9 else 11)
+            for i, j in np.argwhere(keep):
+                write(j + 0.5, i + 0.52, f"{parts['count'][i, j]:.0f}/{i - j + 1}",
+                      color='white' if weights[i, j] > 0.4 else '#333333')
+            for i, gate in enumerate(parts.get('gate', ())):
+                write(T + 1.5, i + 0.52, f'{gate:.2f}')
+            notes.append('2/7: the 2nd kept key, and 7th of all, back from the query')
         ax.axis('on')
         ax.spines[:].set_visible(False)
         ax.pcolormesh(image, edgecolors='white', lw=0.6)
         ax.set(xlim=(0, T + 2), ylim=(T, 0), aspect='equal')
         ax.set_title(name, loc='left', fontsize=14)
-        ticks = dict(ticks=np.arange(T) + 0.5, labels=labels, fontsize=min(12, 60 * cell),
-                     family='monospace')
+        ticks = {'ticks': np.arange(T) + 0.5, 'labels': labels, 'fontsize': min(12, 60 * cell),
+                 'family': 'monospace'}
         ax.set_xticks(**ticks, rotation=90 if max(map(len, labels)) > 2 else 0)
         ax.set_yticks(**ticks)
         ax.tick_params(length=0, pad=2)
@@ -667,15 +662,12 @@ def load_run(folder, device='cpu', checkpoint=None, data_dir=None):
     """(result, model, task) of a run; the result is what --json gives, still without rows."""
     folder = Path(folder)
     check(folder.is_dir(), f'run folder {folder} does not exist')
-    name = checkpoint or ('best.pt' if (folder / 'best.pt').is_file() else 'last.pt')
-    path, last = folder / name, folder / 'last.pt'
-    check(checkpoint or path.is_file(), f'run folder {folder} holds no checkpoint, neither best.pt '
-                                        'nor last.pt')
+    best, last = folder / 'best.pt', folder / 'last.pt'
+    path = folder / checkpoint if checkpoint else best if best.is_file() else last
+    check(checkpoint or path.is_file(), f'{folder} holds no checkpoint, neither best.pt nor last.pt')
     saved = read_checkpoint(path)
     config, trained = {**saved['run'], **saved['config']}, saved['step']
-    goal = config.get('max_iters')
-    if data_dir:
-        config['data_dir'] = data_dir
+    goal, config['data_dir'] = config.get('max_iters'), data_dir or config.get('data_dir', 'data')
     try:
         model = tra.Decoder(tra.Config(**saved['model_config']))
         model.load_state_dict(saved['model'])
@@ -685,13 +677,11 @@ def load_run(folder, device='cpu', checkpoint=None, data_dir=None):
             trained = max(trained, read_checkpoint(last)['step'])
     except (TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(f'{path} does not fit this code: {str(error)[:200]}') from None
-    check(task.vocab_size == model.config.vocab_size, f'{path} knows {model.config.vocab_size} '
-                                                      f'tokens, but its task has {task.vocab_size}')
-    setting = {**saved['config'], 'max_iters': goal}        # the same in all seeds of a setting
-    seed = setting.pop('seed', None)
-    result = {'run': str(folder), 'task': task.name, 'attn': model.config.attn, 'seed': seed,
-              'train_length': task.train_length, 'checkpoint': name, 'step': saved['step'],
-              'trained': trained, 'config': setting, 'rows': [], 'mistakes': []}
+    setting = {**saved['config'], 'max_iters': goal}        # the same in all its seeds
+    result = {'run': str(folder), 'task': task.name, 'attn': model.config.attn,
+              'seed': setting.pop('seed', None), 'train_length': task.train_length,
+              'checkpoint': path.name, 'step': saved['step'], 'trained': trained,
+              'config': setting, 'rows': [], 'mistakes': []}
     return result, model.to(device).eval(), task
 
 def read_results(path):
@@ -711,37 +701,36 @@ def read_results(path):
         raise ValueError(f'{path} is no result of eval.py RUN --out=FILE.json: {error}') from None
     return saved['runs'], 'interrupted' in saved
 
-def parse_lengths(text, train_length):
-    lengths = []
-    for part in text.split(','):
-        match = re.fullmatch(r'\s*(\d+)(x?)\s*', part)
-        check(match, f'--lengths={text}: {part!r} is neither a length such as 512 nor a multiple '
-                     'such as 8x')
-        lengths.append(int(match[1]) * (train_length if match[2] else 1))
-    return list(dict.fromkeys(lengths))
+def chosen(args, splits, lengths, train_length):
+    """The splits and lengths that the flags ask for, or else these."""
+    if args.lengths:
+        lengths = []
+        for part in args.lengths.split(','):
+            match = re.fullmatch(r'\s*(\d+)(x?)\s*', part)
+            check(match, f'--lengths={args.lengths}: {part!r} is neither a length such as 512 nor a '
+                         'multiple such as 8x')
+            lengths.append(int(match[1]) * (train_length if match[2] else 1))
+    return args.split.split(',') if args.split else splits, list(dict.fromkeys(lengths))
 
 def load_runs(args):
-    """([(result, model, task)], were some cut short); a JSON file has results and no model."""
-    runs, cut_short = [], False
+    """[(result, model, task)] of the folders; a JSON file has results, but no model."""
+    runs = []
     for name in args.runs:
         if not name.endswith('.json'):
-            run = load_run(name, args.machine.device, args.checkpoint, args.data_dir)
-            runs.append(run)
+            runs.append(load_run(name, args.machine.device, args.checkpoint, args.data_dir))
             continue
         check(args.attention is None and args.sample is None,
               f'{name} holds results, no model: name the run itself')
         results, interrupted = read_results(name)
-        cut_short |= interrupted
+        args.cut_short |= interrupted
         for result in results:
-            held, kept = result['rows'], result['rows']
-            if args.split:
-                kept = [row for row in kept if row['split'] in args.split.split(',')]
-            if args.lengths:
-                lengths = parse_lengths(args.lengths, result['train_length'])
-                kept = [row for row in kept if place(row)[1] in lengths]
-            check(kept or not held, f'{name} holds no such split and length, but '
-                  + ', '.join(f'{split} {length}' for split, length in map(place, held)))
-            runs.append(({**result, 'rows': kept}, None, None))
+            held = [place(row) for row in result['rows']]
+            splits, lengths = chosen(args, *zip(*held or [('', 0)]), result['train_length'])
+            result['rows'] = [row for row, (split, length) in zip(result['rows'], held)
+                              if split in splits and length in lengths]
+            check(result['rows'] or not held, f'{name} holds no such split and length, but '
+                  + ', '.join(f'{split} {length}' for split, length in held))
+            runs.append((result, None, None))
     first, seen = runs[0][0], set()
     for result, *_ in runs:
         check(result['task'] == first['task'], 'runs of different tasks: {run} is {task}, '
@@ -749,19 +738,16 @@ def load_runs(args):
         key = os.path.realpath(result['run']), result['seed'], json.dumps(result['config'])
         check(key not in seen, '{run}, seed {seed}, is there twice'.format(**result))
         seen.add(key)
-    return runs, cut_short
+    return runs
 
 def plan(args, task):
-    """
-    [(split, length, n, tokens)], each tried out: a length that cannot be is not found hours later
-    """
-    splits = ['test'] if task.name == 'wikitext' else task.splits
-    splits, lengths = args.split.split(',') if args.split else splits, task.lengths
-    if args.lengths:
-        lengths = parse_lengths(args.lengths, task.train_length)
-    elif args.plot is not None and len(lengths) == 1:       # one point is no picture
+    """[(split, length, n, tokens)], tried out: a length that cannot be is not found hours later."""
+    lengths = task.lengths
+    if args.plot is not None and len(lengths) == 1:         # one point is no picture
         lengths = [task.train_length * 2 ** i for i in range(5)]
-    for split, length in ((split, length) for split in splits for length in lengths):
+    splits = ['test'] if task.name == 'wikitext' else task.splits
+    splits, lengths = chosen(args, splits, lengths, task.train_length)
+    for split, length in product(splits, lengths):
         width = next(task.eval_batches(split, length, 1))[0].shape[1]
         n = args.n or default_n(task, split, length)
         if task.name == 'wikitext':
@@ -769,28 +755,26 @@ def plan(args, task):
         yield split, length, n, n * width
 
 def measure(args, runs):
-    """Fills the results of the runs; False if Ctrl-C came first."""
+    """Fills the results of the runs. Returns what ended that early: Ctrl-C, no memory, ..."""
     plans = [(run, list(plan(args, run[2])) if run[1] else []) for run in runs]
     try:
         with Progress(sum(cell[-1] for _, cells in plans for cell in cells)) as progress:
             for (result, model, task), cells in plans:
                 wrong = []
                 for split, length, n, _ in cells:
-                    progress.label = f"{result['run']}: {split}, length {length}"
-                    mistakes = []
+                    progress.label, mistakes = f"{result['run']}: {split}, length {length}", []
                     row = evaluate(model, task, split, length, n, args.machine.device,
                                    args.machine.autocast, mistakes, progress)
                     check(math.isfinite(row['loss']), f'{progress.label}: the loss is not finite')
                     result['rows'].append(row)
-                    wrong += enumerate(mistakes)            # of each place one, then a second, ...
-                    result['mistakes'] = [m for _, m in sorted(wrong, key=lambda m: m[0])]
-                    del result['mistakes'][args.mistakes:]
-    except KeyboardInterrupt:
-        return False
-    return True
+                    wrong += enumerate(mistakes)    # show one of each place, then a second, ...
+                    wrong.sort(key=lambda pair: pair[0])
+                    result['mistakes'] = [mistake for _, mistake in wrong[:args.mistakes]]
+    except (KeyboardInterrupt, Exception) as error:
+        return error
 
-def report(results, settings, interrupted):
-    lines = ['stopped early: this is what was done', ''] if interrupted else []
+def report(results, settings, cut_short):
+    lines = ['stopped early: this is what was done', ''] if cut_short else []
     lines += ['{run}: {task}, {attn}{}, trained at {train_length}, seed {seed} ({checkpoint}, step '
               '{step})'.format(unfinished(r), **r) for r in results]
     lines += ['', format_settings(settings), '']
@@ -815,32 +799,33 @@ def publish(args, as_json, as_text):
 def make_table(args):
     if args.plot is not None:
         pyplot()    # if it is missing, say so before the work
-    runs, interrupted = load_runs(args)
-    finished = measure(args, runs)
-    interrupted |= not finished
+    runs = load_runs(args)
+    error = measure(args, runs)
+    cut_short = args.cut_short or error is not None
     results = [result for result, *_ in runs]
     settings = group(results)
     as_json = ',\n'.join(map(json.dumps, results))         # a line for each run
-    as_json = '{"runs": [\n' + as_json + '\n]' + ', "interrupted": true' * interrupted + '}'
-    if args.plot is not None and any(r['rows'] for r in results):
+    as_json = '{"runs": [\n' + as_json + '\n]' + ', "interrupted": true' * cut_short + '}'
+    anything = any(result['rows'] for result in results)
+    if args.plot is not None and anything:
         path = Path(args.runs[0])
         path = path.with_suffix('.png') if path.suffix == '.json' else path / 'eval.png'
         plot_lengths(settings, sorted({r['train_length'] for r in results}), args.plot or path)
         print(f'wrote {args.plot or path}', file=sys.stderr)
-    publish(args, as_json, report(results, settings, interrupted))
-    return 0 if finished else 130
+    if anything or not error:       # hours of work are not lost to what came after
+        publish(args, as_json, report(results, settings, cut_short))
+    if error:
+        raise error
 
 def draw_attention(args):
     """What the runs attend to in a text, or in sequence number TEXT of a split."""
     rows = [[]] if args.heads else []
-    for _, model, task in load_runs(args)[0]:
+    for _, model, task in load_runs(args):
         config = model.config
         if args.attention.isdecimal():
             length = min(24, task.train_length)
-            if args.lengths:
-                length = parse_lengths(args.lengths, task.train_length)[0]
-            split, n = args.split or task.splits[0], int(args.attention) + 1
-            *_, (idx, _) = task.eval_batches(split, length, n)
+            places = chosen(args, task.splits, [length], task.train_length)
+            *_, (idx, _) = task.eval_batches(*next(zip(*places)), int(args.attention) + 1)
             tokens = [t for t in idx[-1].tolist() if task.decode([t])]  # all but padding
         else:
             tokens = task.encode(args.attention)
@@ -871,7 +856,7 @@ def parse_heads(text, config):
 
 def sample(args):
     """Continues a text: tasks with a right answer by the likeliest token, language by chance."""
-    for result, model, task in load_runs(args)[0]:
+    for result, model, task in load_runs(args):
         language = task.name == 'wikitext'
         tokens = task.encode(args.sample)
         check(tokens, '--sample needs at least one token to continue')
@@ -926,6 +911,7 @@ def main():
     # "--plot RUN" means --plot, then a run: the file needs an =
     args = parser.parse_args(['--plot=' if arg == '--plot' else arg for arg in sys.argv[1:]])
     check_flags(args)
+    args.cut_short = False          # is a file of results that of a work stopped early
     args.machine = pick_machine(args.device, args.dtype)
     if args.bench:
         return bench(args)
@@ -936,4 +922,4 @@ def main():
 
 if __name__ == '__main__':
     one_line_errors('eval.py')
-    sys.exit(main())
+    main()

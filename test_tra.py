@@ -1146,6 +1146,8 @@ def command(monkeypatch, capsys):
         data.one_line_errors('eval.py')
         try:
             code = evaluation.main()
+        except SystemExit as stop:              # -h
+            code = stop.code
         except BaseException as error:
             with pytest.raises(SystemExit) as stop:
                 sys.excepthook(type(error), error, error.__traceback__)
@@ -1443,13 +1445,17 @@ def test_errors_are_one_line(tmp_path, command):
         assert err.startswith('eval.py: ') and err.count('\n') == 1, (args, err)
 
 
-def test_weights_that_overflow_give_no_table(tmp_path, command):
-    run = save_run(tmp_path / 'run')
+def test_what_fails_halfway_keeps_what_is_done(tmp_path, command):
+    """weights that overflow, say: never a NaN in a table or a file"""
+    run, other = save_run(tmp_path / 'run'), save_run(tmp_path / 'other', attn='rope')
     saved = torch.load(tmp_path / 'run' / 'best.pt', weights_only=True)
     saved['model']['head.weight'] *= 1e38
     torch.save(saved, tmp_path / 'run' / 'best.pt')
     code, out, err = command(run, '--n=2', '--json')
-    assert code == 2 and out == '' and 'the loss is not finite' in err
+    assert code == 2 and out == '' and 'the loss is not finite' in err and err.count('\n') == 1
+    code, out, err = command(other, run, '--n=2', '--json')
+    assert code == 2 and 'the loss is not finite' in err and json.loads(out)['interrupted']
+    assert [len(result['rows']) for result in json.loads(out)['runs']] == [4, 0]
 
 
 def test_ctrl_c_prints_what_is_done(tmp_path, command, monkeypatch):
