@@ -224,7 +224,7 @@ def evaluate_text(run, task, split, window, n, batch_tokens):
     bins = [{'first': a + 1, 'last': min(b, window), 'loss': float(sums[a:b].sum() / counts[a:b].sum())}
             for a, b in zip(edges, edges[1:]) if counts[a:b].any()]
     bytes_per_token = task.meta['bytes'][split] / task.meta['tokens'][split]
-    return {'split': split, 'window': window, 'perplexity': math.exp(loss), 'tokens': n,
+    return {'split': split, 'window': window, 'perplexity': math.exp(loss) if loss < 709 else math.inf, 'tokens': n,
             'bits_per_byte': loss / math.log(2) / bytes_per_token, 'loss': loss, 'by_position': bins}
 
 # ----------------------------------------------------------------------------------------------------------------------
