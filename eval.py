@@ -677,9 +677,10 @@ def load_run(folder, device='cpu', checkpoint=None, data_dir=None):
             trained = max(trained, read_checkpoint(last)['step'])
     except (TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(f'{path} does not fit this code: {str(error)[:200]}') from None
-    setting = {**saved['config'], 'max_iters': goal}        # the same in all its seeds
+    setting = {**saved['config'], 'max_iters': goal}        # what its seeds have in common
+    setting.pop('seed', None)
     result = {'run': str(folder), 'task': task.name, 'attn': model.config.attn,
-              'seed': setting.pop('seed', None), 'train_length': task.train_length,
+              'seed': config.get('seed'), 'train_length': task.train_length,
               'checkpoint': path.name, 'step': saved['step'], 'trained': trained,
               'config': setting, 'rows': [], 'mistakes': []}
     return result, model.to(device).eval(), task

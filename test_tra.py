@@ -7,8 +7,10 @@ Oracles are plain loops written from the equations; they share no code with what
 summation orders can disagree on a score that rounds to about 0, and then every count to its left shifts by one. So
 equality is asserted in float64, or in float32 on fixed seeds.
 """
+import ast
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import http.server
 import io
@@ -17,6 +19,7 @@ import math
 import os
 import random
 import re
+import resource
 import runpy
 import signal
 import subprocess
@@ -1606,11 +1609,12 @@ def test_the_clock_waits_for_the_device(device, waits, monkeypatch):
     assert waited == [device] * waits
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # train.py: tiny runs, most in this process
 
-TINY = {'train_length': 16, 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'dropout': 0.1, 'batch_size': 8, 'max_iters': 20, 'learning_rate': 1e-2,
-        'log_interval': 1, 'eval_interval': 10, 'save_interval': 5, 'eval_n': 8, 'final_n': 8, 'eval_lengths': 1}
+TINY = {'train_length': 16, 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'dropout': 0.1,
+        'batch_size': 8, 'max_iters': 20, 'learning_rate': 1e-2, 'log_interval': 1,
+        'eval_interval': 10, 'save_interval': 5, 'eval_n': 8, 'final_n': 8, 'eval_lengths': 1}
 
 
 def as_args(settings):
@@ -1618,18 +1622,23 @@ def as_args(settings):
 
 
 def train(*args, **settings):
-    """Runs train.py with these arguments in this process, from fresh: (exit code, stdout, stderr)."""
+    """Runs train.py with these arguments in this process: (exit code, stdout, stderr)."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers, hook = [signal.getsignal(number) for number in numbers], sys.excepthook
     argv, sys.argv = sys.argv, ['train.py', *map(str, args), *as_args(settings)]
+    flock, fcntl.flock = fcntl.flock, lambda *_: None       # this process would lock itself out
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
+            try:
+                runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
+            except Exception:
+                sys.excepthook(*sys.exc_info())             # as Python itself would
     except SystemExit as stop:
-        code = stop.code
+        code = stop.code or 0
     finally:
-        sys.argv = argv
-        for number, handler in handlers:
+        sys.argv, sys.excepthook, fcntl.flock = argv, hook, flock
+        for number, handler in zip(numbers, handlers):
             signal.signal(number, handler)
     return code, out.getvalue(), err.getvalue()
 
@@ -1638,10 +1647,11 @@ def tiny(out_dir, *args, **changes):
     return train(*args, **{**TINY, 'out_dir': out_dir, **changes})
 
 
-def start(*args, launcher=(sys.executable,)):
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'TORCHDYNAMO_DISABLE': '1'}
-    return subprocess.Popen([*launcher, str(ROOT / 'train.py'), *args], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT)
+def start(*args, launcher=(sys.executable,), **options):
+    env = {'OMP_NUM_THREADS': '1', 'TORCHDYNAMO_DISABLE': '1', **options.pop('env', {})}
+    return subprocess.Popen([*launcher, str(ROOT / 'train.py'), *args], cwd=ROOT, text=True,
+                            env={**os.environ, **env}, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, **options)
 
 
 def wait_for(process, text):
@@ -1651,55 +1661,86 @@ def wait_for(process, text):
     raise AssertionError(f'train.py ended without {text!r}')
 
 
-def weights(folder, name='last.pt'):
-    return torch.load(Path(folder) / name, weights_only=True)['model']
+def load(folder, name='last.pt'):
+    return torch.load(Path(folder) / name, weights_only=True)
 
 
-def same(a, b):
+def same(a, b, name='last.pt'):
+    a, b = load(a, name)['model'], load(b, name)['model']
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def losses(folder):
-    entries = [json.loads(line) for line in (Path(folder) / 'metrics.jsonl').read_text().splitlines()]
-    return {entry['step']: entry['loss'] for entry in entries if 'lr' in entry}
-
-
 def timeless(folder):
-    return [{k: v for k, v in json.loads(line).items() if k != 'ms'} for line in (Path(folder) / 'metrics.jsonl').read_text().splitlines()]
+    """metrics.jsonl but for the milliseconds"""
+    lines = (Path(folder) / 'metrics.jsonl').read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != 'ms'} for line in lines]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def losses(folder):
+    return {entry['step']: entry['loss'] for entry in timeless(folder) if 'lr' in entry}
+
+
+# --------------------------------------------------------------------------------------------------
 # a whole run
 
 def test_run_leaves_table_files_and_next_command(tmp_path):
-    code, out, err = tiny(tmp_path / 'run', eval_lengths='1,2')
+    run = tmp_path / 'run'
+    code, out, err = tiny(run, eval_lengths='1,2')
     assert (code, err) == (0, '')
     assert 'step 20/20 | loss ' in out and '| eta 0:00:00' in out and 'device cpu' in out
-    assert out.count('\nfinal | flipflop | tra | seed 0 | step 20 | val@16 ') == 1
+    assert 'step 1/20 | ' in out and 'first step done after' in out
+    best = load(run, 'best.pt')['step']
+    assert out.count(f'\nfinal | flipflop | tra | seed 0 | best.pt, step {best} | val@16 ') == 1
     assert '--attn=rope' in out and 'python eval.py' in out
-    assert sorted(x.name for x in (tmp_path / 'run').iterdir()) == ['best.pt', 'config.json', 'last.pt', 'metrics.jsonl']
-    config = json.loads((tmp_path / 'run' / 'config.json').read_text())
+    files = ['best.pt', 'config.json', 'last.pt', 'metrics.jsonl']
+    assert sorted(x.name for x in run.iterdir()) == files
+    config = json.loads((run / 'config.json').read_text())
     assert config['n_embd'] == 16 and config['eval_lengths'] == [1, 2] and config['device'] == 'cpu'
-    checkpoint = torch.load(tmp_path / 'run' / 'last.pt', weights_only=True)
-    assert set(checkpoint) == {'model', 'optimizer', 'step', 'best', 'config', 'model_config'} and checkpoint['step'] == 20
-    assert checkpoint['model_config']['vocab_size'] == 5 and not any('_orig_mod' in key for key in checkpoint['model'])
+    checkpoint = load(run)
+    fields = {'model', 'optimizer', 'step', 'best', 'config', 'model_config', 'run'}
+    assert set(checkpoint) == fields
+    assert checkpoint['step'] == 20 and checkpoint['model_config']['vocab_size'] == 5
+    assert not any('_orig_mod' in key for key in checkpoint['model'])
+    # what may change on resume is kept apart from what makes the run what it is
+    assert checkpoint['config']['max_iters'] == 20 and checkpoint['config']['seed'] == 0
+    assert {'out_dir', 'eval_n', 'data_dir', 'device'} < set(checkpoint['run'])
+    assert {**checkpoint['config'], **checkpoint['run'], 'eval_lengths': [1, 2]} == config
 
-    before = timeless(tmp_path / 'run')
-    assert len([e for e in before if 'lr' in e]) == 20 and len([e for e in before if 'final' in e]) == 8
-    code, out, _ = tiny(tmp_path / 'run', resume=True, eval_lengths='1,2')              # finished: only the table again
+    before = timeless(run)
+    assert len(losses(run)) == 20 and len([entry for entry in before if 'final' in entry]) == 8
+    with open(run / 'metrics.jsonl', 'ab') as f:                        # damaged lines do no harm
+        f.write(b'{"step": 3\n[1]\n"x"\n{"loss": 1}\n\xff\xfe\n')
+    code, out, _ = tiny(run, resume=True, eval_lengths='1,2')           # finished: the table again
     assert code == 0 and 'complete' in out and 'final | ' in out and 'loss' not in out
-    assert timeless(tmp_path / 'run') == before
-    code, _, err = tiny(tmp_path / 'run')                                               # not overwritten silently
-    assert code == 2 and '--resume=True' in err and '--overwrite=True' in err and err.count('\n') == 1
-    code, _, _ = tiny(tmp_path / 'run', overwrite=True, max_iters=5)
-    assert code == 0 and max(losses(tmp_path / 'run')) == 5
-    code, _, _ = tiny(tmp_path / 'run', resume=True, max_iters=8, log_interval=2)       # what may change
-    assert code == 0 and list(losses(tmp_path / 'run')) == [1, 2, 3, 4, 5, 6, 8]
+    assert timeless(run) == before
+    code, _, err = tiny(run)                                            # not overwritten silently
+    assert code == 2 and err.count('\n') == 1 and '--resume=True' in err
+    assert '--overwrite=True' in err
+    code, _, _ = tiny(run, overwrite=True, max_iters=5)
+    assert code == 0 and max(losses(run)) == 5
+    code, _, _ = tiny(run, resume=True, max_iters=8, log_interval=2)    # what may change
+    assert code == 0 and list(losses(run)) == [1, 2, 3, 4, 5, 6, 8]
+
+
+def test_the_final_table_is_the_one_of_eval(tmp_path, command):
+    """of best.pt, although the weights got worse afterwards"""
+    code, out, _ = tiny(tmp_path, eval_interval=1, max_iters=40, learning_rate=0.05, eval_n=32)
+    errors = [e['token_error'] for e in timeless(tmp_path)
+              if e.get('split') == 'val' and 'final' not in e]
+    best = load(tmp_path, 'best.pt')
+    # of equals the later one, which has learned for longer
+    latest = max(i + 1 for i, error in enumerate(errors) if error == min(errors))
+    assert best['best'] == min(errors) and best['step'] == latest
+    table = [line for line in out.splitlines() if line.startswith('|')]
+    assert len(table) > 3 and 'evaluating best.pt' in out and f'best.pt, step {latest}' in out
+    printed = command(tmp_path, '--n=8')[1]
+    assert '\n'.join(table) in printed and f'best.pt, step {latest}' in printed
 
 
 def test_default_out_dir_tells_runs_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path('small.py').write_text('\n'.join(f'{k} = {v!r}' for k, v in TINY.items()) + '\nmax_iters = 2\n')
+    lines = [f'{k} = {v!r}' for k, v in TINY.items()]
+    Path('small.py').write_text('\n'.join(lines) + '\nmax_iters = 2\n')
     for seed, attn in ((0, 'tra'), (3, 'rope')):
         assert train('small.py', seed=seed, attn=attn)[0] == 0
         assert Path(f'out/small-{attn}-{seed}/last.pt').exists()
@@ -1708,12 +1749,12 @@ def test_default_out_dir_tells_runs_apart(tmp_path, monkeypatch):
 def test_evaluation_and_logging_do_not_touch_training(tmp_path):
     tiny(tmp_path / 'a', eval_interval=3, save_interval=2, log_interval=4)
     tiny(tmp_path / 'b', eval_interval=1000, save_interval=1000, log_interval=1000)
-    assert same(weights(tmp_path / 'a'), weights(tmp_path / 'b'))
+    assert same(tmp_path / 'a', tmp_path / 'b')
     tiny(tmp_path / 'c', seed=1)
-    assert not same(weights(tmp_path / 'a'), weights(tmp_path / 'c'))
+    assert not same(tmp_path / 'a', tmp_path / 'c')
 
 
-@pytest.mark.parametrize('task', ['flipflop', 'copy'])             # rows of copy have different numbers of scored tokens
+@pytest.mark.parametrize('task', ['flipflop', 'copy'])     # rows of copy differ in scored tokens
 def test_gradient_accumulation_is_one_large_batch(tmp_path, task):
     tiny(tmp_path / 'a', task=task, dropout=0, batch_size=8)
     tiny(tmp_path / 'b', task=task, dropout=0, batch_size=2, gradient_accumulation_steps=4)
@@ -1721,28 +1762,21 @@ def test_gradient_accumulation_is_one_large_batch(tmp_path, task):
     assert max(abs(a[step] - b[step]) for step in a) < 1e-4
 
 
-def test_best_is_never_replaced_by_a_worse_one(tmp_path):
-    tiny(tmp_path, eval_interval=1, max_iters=40, learning_rate=0.05, eval_n=32)
-    errors = [e['token_error'] for e in timeless(tmp_path) if e.get('split') == 'val' and 'final' not in e]
-    best = torch.load(tmp_path / 'best.pt', weights_only=True)
-    lowest = min(errors)
-    assert best['best'] == lowest and best['step'] == max(i + 1 for i, error in enumerate(errors) if error == lowest)
-
-
-def test_learning_rate_schedule():
-    module = runpy.run_path(str(ROOT / 'train.py'), run_name='train')
-    get_lr = module['get_lr']
-    get_lr.__globals__.update(max_iters=100, warmup_ratio=0.05, min_lr_ratio=0.1, learning_rate=2.0)
-    assert [get_lr(s) for s in range(5)] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
-    assert get_lr(5) == 2.0 and get_lr(100) == pytest.approx(0.2)
-    assert get_lr(52) == pytest.approx(0.2 + 1.8 * (1 + math.cos(math.pi * 47 / 95)) / 2)
-    get_lr.__globals__.update(warmup_ratio=0.0, min_lr_ratio=1.0)
-    assert {get_lr(s) for s in range(100)} == {2.0}
+@pytest.mark.parametrize('warmup, floor', [(0.05, 0.1), (0, 1)])
+def test_learning_rate_schedule(tmp_path, warmup, floor):
+    tiny(tmp_path, max_iters=100, warmup_ratio=warmup, min_lr_ratio=floor, learning_rate=2e-3,
+         eval_interval=100)
+    rates = [entry['lr'] for entry in timeless(tmp_path) if 'lr' in entry]
+    rising = [4e-4, 8e-4, 1.2e-3, 1.6e-3, 2e-3] if warmup else []
+    falling = 100 - len(rising)
+    cosine = [2e-3 * (floor + (1 - floor) * (1 + math.cos(math.pi * step / falling)) / 2)
+              for step in range(falling)]
+    assert rates == pytest.approx(rising + cosine)
 
 
 def test_weight_decay_is_for_matrices_only(tmp_path):
     tiny(tmp_path, max_iters=1, weight_decay=0.5)
-    checkpoint = torch.load(tmp_path / 'last.pt', weights_only=True)
+    checkpoint = load(tmp_path)
     matrices, vectors = checkpoint['optimizer']['param_groups']
     assert (matrices['weight_decay'], vectors['weight_decay']) == (0.5, 0.0)
     assert len(matrices['params']) == sum(p.dim() >= 2 for p in checkpoint['model'].values())
@@ -1752,56 +1786,115 @@ def test_weight_decay_is_for_matrices_only(tmp_path):
 def test_compile_and_bfloat16(tmp_path):
     code, out, err = tiny(tmp_path, attn='nope', compile='true', dtype='bfloat16', max_iters=3)
     assert code == 0, err
-    assert 'compile True (as told)' in out and 'first step done' in out
-    assert all('_orig_mod' not in key and p.dtype == torch.float32 for key, p in weights(tmp_path).items())
+    assert 'compile True (as told)' in out and 'dtype bfloat16 (as told)' in out
+    weights = load(tmp_path)['model']
+    assert all('_orig_mod' not in key and p.dtype == torch.float32 for key, p in weights.items())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def test_perplexity_beyond_floats(tmp_path):
+    """a loss whose exponential overflows is evaluated, logged and saved"""
+    text = tiny_text(tmp_path)
+    code, _, err = tiny(tmp_path / 'run', task='wikitext', **text, max_iters=3, learning_rate=100,
+                        min_lr_ratio=1, warmup_ratio=0, weight_decay=0, eval_n=32)
+    assert code == 0 and load(tmp_path / 'run', 'best.pt')['best'] > 709, err
+
+
+def test_interactive_python_has_the_model(tmp_path):
+    run = start(*as_args({**TINY, 'max_iters': 5, 'out_dir': tmp_path}), stdin=subprocess.PIPE,
+                launcher=(sys.executable, '-i'))
+    out = run.communicate("print('at hand:', type(model).__name__, type(optimizer).__name__, "
+                          'source.name, step)\n')[0]
+    assert run.returncode == 0 and 'at hand: Decoder AdamW flipflop 5' in out, out
+
+
+# --------------------------------------------------------------------------------------------------
 # runs that are cut short
 
 def test_killed_three_times_ends_in_the_same_weights(tmp_path):
     settings = {**TINY, 'max_iters': 300, 'save_interval': 25, 'eval_interval': 100}
-    whole = start(*as_args({**settings, 'out_dir': tmp_path / 'whole'}))
+    a, b = tmp_path / 'whole', tmp_path / 'killed'
+    whole = start(*as_args({**settings, 'out_dir': a}))
     for kill in range(4):
-        run = start(*as_args({**settings, 'out_dir': tmp_path / 'killed', 'resume': kill > 0}))
+        run = start(*as_args({**settings, 'out_dir': b, 'resume': kill > 0}))
         if kill < 3:
             wait_for(run, f'step {75 * kill + 40}/')
             time.sleep(random.random() / 4)
             run.kill()
             run.wait()
-            assert torch.load(tmp_path / 'killed' / 'last.pt', weights_only=True)['step'] < 300
+            assert load(b)['step'] < 300
         else:
             assert 'final | ' in run.communicate()[0]
     assert 'final | ' in whole.communicate()[0]
-    assert same(weights(tmp_path / 'whole'), weights(tmp_path / 'killed'))
-    assert same(weights(tmp_path / 'whole', 'best.pt'), weights(tmp_path / 'killed', 'best.pt'))
-    assert timeless(tmp_path / 'whole') == timeless(tmp_path / 'killed')
+    assert same(a, b) and same(a, b, 'best.pt') and timeless(a) == timeless(b)
 
 
 def test_signals_save_and_say_how_to_resume(tmp_path):
-    signals = (signal.SIGINT, signal.SIGTERM)
-    runs = {number: start(*as_args({**TINY, 'max_iters': 100000, 'out_dir': tmp_path / number.name})) for number in signals}
-    for number, run in runs.items():
+    endless = {**TINY, 'max_iters': 100000, 'save_interval': 100000}
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    runs = [start(*as_args({**endless, 'out_dir': tmp_path / number.name})) for number in numbers]
+    for number, run in zip(numbers, runs):
         wait_for(run, 'step 7/')
+        folder = tmp_path / number.name
+        if run is runs[0]:                                  # a second one is refused while it lives
+            second = start(*as_args({**TINY, 'out_dir': folder, 'overwrite': True}))
+            assert f'train.py: another process is training in {folder}' in second.communicate()[0]
+            assert second.returncode == 2
         run.send_signal(number)
         out = run.communicate()[0]
         assert run.returncode == 128 + number and 'Traceback' not in out
-        step = torch.load(tmp_path / number.name / 'last.pt', weights_only=True)['step']
-        assert f'{number.name}: stopped after step {step}' in out
-        assert f'--out_dir={tmp_path / number.name} --resume=True' in out
+        step = load(folder)['step']
+        assert step >= 7 and f'{number.name}: stopped after step {step}' in out
+        assert f'--out_dir={folder} --resume=True' in out
+
+
+def test_saves_when_nobody_listens(tmp_path):
+    """tee dies of the same Ctrl-C, or head has seen enough: the run saves and ends without a word"""
+    endless = {**TINY, 'max_iters': 100000, 'save_interval': 100000}
+    numbers = (signal.SIGINT, signal.SIGPIPE)
+    runs = [start(*as_args({**endless, 'out_dir': tmp_path / number.name})) for number in numbers]
+    for number, run in zip(numbers, runs):
+        wait_for(run, 'step 7/')
+        run.stdout.close()
+        if number == signal.SIGINT:
+            run.send_signal(number)
+        assert run.wait(60) == 128 + number and load(tmp_path / number.name)['step'] >= 7
+
+
+def test_ctrl_c_in_the_last_evaluation_ends_the_run(tmp_path, monkeypatch):
+    evaluate, calls = evaluation.evaluate, []
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*args)
+    monkeypatch.setattr(evaluation, 'evaluate', interrupted)
+    monkeypatch.setattr(os, 'write', lambda *_: exec('raise BrokenPipeError'))
+    code, out, err = tiny(tmp_path, max_iters=3)
+    assert code == 130 and 'stopped after step 3' in out and 'final | ' not in out and err == ''
+    assert load(tmp_path)['step'] == load(tmp_path, 'best.pt')['step'] == 3
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    (tmp_path / 'torch.py').write_text('import os, signal, time\n'
+                                       'os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n')
+    run = start(env={'PYTHONPATH': str(tmp_path)})
+    assert run.communicate() == ('', None) and run.returncode == -signal.SIGINT
 
 
 def test_two_processes_train_as_one_and_resume(tmp_path):
-    settings = {**TINY, 'task': 'copy', 'train_length': 7, 'dropout': 0, 'gradient_accumulation_steps': 2, 'max_iters': 60}
+    settings = {**TINY, 'task': 'copy', 'train_length': 7, 'dropout': 0, 'max_iters': 60,
+                'gradient_accumulation_steps': 2}
     assert train(**{**settings, 'out_dir': tmp_path / 'one'})[0] == 0
     torchrun = (sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone')
     run = start(*as_args({**settings, 'out_dir': tmp_path / 'two'}), launcher=torchrun)
     wait_for(run, 'step 10/')
     run.send_signal(signal.SIGTERM)
     out = run.communicate()[0]
-    step = torch.load(tmp_path / 'two' / 'last.pt', weights_only=True)['step']
-    assert 10 <= step < 60 and out.count('stopped after step') == 1 and out.count(f'step {step}/') == 1
-    run = start(*as_args({**settings, 'out_dir': tmp_path / 'two', 'resume': True}), launcher=torchrun)
+    step = load(tmp_path / 'two')['step']
+    assert 10 <= step < 60 and out.count('stopped after step') == 1
+    assert out.count(f'step {step}/') == 1
+    resumed = as_args({**settings, 'out_dir': tmp_path / 'two', 'resume': True})
+    run = start(*resumed, launcher=torchrun)
     out = run.communicate()[0]
     assert run.returncode == 0 and out.count('final | ') == 1 and '2 processes' in out
     one, two = losses(tmp_path / 'one'), losses(tmp_path / 'two')
@@ -1810,52 +1903,87 @@ def test_two_processes_train_as_one_and_resume(tmp_path):
 
 
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
-    code, out, err = tiny(tmp_path, learning_rate=1e38, save_interval=1, max_iters=50, warmup_ratio=0)
-    assert code == 1 and 'not finite at step' in err and f'{tmp_path}/last.pt of step' in err and err.count('\n') == 1
-    checkpoint = torch.load(tmp_path / 'last.pt', weights_only=True)
-    assert f'of step {checkpoint["step"]};' in err and all(p.isfinite().all() for p in checkpoint['model'].values())
+    for warmup, name in ((0, 'at once'), (1, 'later')):
+        code, out, err = tiny(tmp_path / name, learning_rate=1e38, save_interval=1, max_iters=50,
+                              warmup_ratio=warmup)
+        assert code == 1 and 'not finite at step' in err and err.count('\n') == 1
+    assert not list((tmp_path / 'at once').iterdir())
+    checkpoint = load(tmp_path / 'later')
+    assert f'{tmp_path}/later/last.pt of step {checkpoint["step"]};' in err
+    assert all(p.isfinite().all() for p in checkpoint['model'].values())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def test_overwrite_gives_the_old_run_away_late(tmp_path):
+    """only when the new one has made a step and saved it"""
+    def refused(code, words, complaint):
+        assert code == 2 and complaint in words and 'Traceback' not in words
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    tiny(tmp_path, max_iters=3)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    code, _, err = tiny(tmp_path, overwrite=True, n_embd=2 ** 40)
+    refused(code, err, 'train.py: this does not fit in memory')
+    full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+    run = start(*as_args({**TINY, 'out_dir': tmp_path, 'overwrite': True}), preexec_fn=full)
+    out = run.communicate()[0]
+    refused(run.returncode, out, f'train.py: cannot write {tmp_path}/last.pt: ')
+
+
+# --------------------------------------------------------------------------------------------------
 # settings
 
 def settings_of(*args):
-    return runpy.run_path(str(ROOT / 'train.py'), run_name='train')['read_settings'](args)[0]
+    """{setting: value}, as -h shows them"""
+    code, out, err = train(*args, '-h')
+    assert code == 0, err
+    found = re.findall(r"(?m)^  --(\w+) +\w+ +('[^']*'|\([^)]*\)|\S+) +\w", out)
+    return {key: ast.literal_eval(value) for key, value in found}
 
 
 def test_files_and_flags(tmp_path):
     file = tmp_path / 'x.py'
-    file.write_text('"""A comment."""\n# another\ndropout = 0\neval_lengths = [1, 2, 8]\nattn = "rope"\ncompile = False\nout_dir = None\n'
-                    'min_lr_ratio = -0.0\n')
-    s = settings_of('--seed', '7', '--attn=fot', str(file), '--compile=false', '--batch_size 32'.split()[0], '32', '--resume=true')
-    assert s['attn'] == 'fot' and s['seed'] == 7 and s['batch_size'] == 32 and s['resume'] is True and s['compile'] is False
+    file.write_text('"""A comment."""\n# another\ndropout = 0\neval_lengths = [1, 2, 2 * 4]\n'
+                    'attn = "rope"\ncompile = False\nout_dir = None\nmin_lr_ratio = -0.0\n'
+                    'n_embd = 4 * 64\nbatch_size = 2 ** 10 // 3 - (1 + 1)\nlearning_rate = 3 / 1000\n')
+    s = settings_of('--seed', '7', '--attn=fot', file, '--compile=false', '--eval_n', '4 * 8',
+                    '--resume=true')
+    assert s['attn'] == 'fot' and s['seed'] == 7 and s['resume'] is True and s['compile'] is False
     assert s['dropout'] == 0.0 and type(s['dropout']) is float and s['eval_lengths'] == (1, 2, 8)
-    assert s['out_dir'] == 'out/x-fot-7' and s['n_embd'] == 256
-    assert settings_of('--dropout=0', '--learning_rate', '3e-4', '--eval_lengths=1,4,16')['eval_lengths'] == (1, 4, 16)
+    assert s['out_dir'] == 'out/x-fot-7' and s['n_layer'] == 4
+    assert (s['n_embd'], s['batch_size'], s['learning_rate'], s['eval_n']) == (256, 339, 0.003, 32)
+    assert settings_of('--learning_rate', '3e-4', '--eval_lengths=1,4,16')['eval_lengths'] == (1, 4, 16)
     assert settings_of('--eval_lengths=4', '--grad_clip=-0')['eval_lengths'] == (4,)
     assert settings_of()['out_dir'] == 'out/flipflop-tra-0'
     assert settings_of('--out_dir=True story', '--out_dir=1')['out_dir'] == '1'
 
 
 def test_help_lists_every_setting():
+    """key, type, value and comment of each; defaults of the model are those of tra.Config"""
     code, out, _ = train('-h')
-    module = runpy.run_path(str(ROOT / 'train.py'), run_name='train')
-    lines = [line.split() for line in out.splitlines() if line.startswith('  --')]
-    assert code == 0 and [line[0] for line in lines] == [f'--{key}' for key in module['DEFAULTS']]
-    assert all(len(line) > 3 for line in lines)                     # key, type, default, comment
+    lines = [line.split(maxsplit=3) for line in out.splitlines() if line.startswith('  --')]
+    assert code == 0 and all(len(line) == 4 for line in lines)
     assert ['--n_layer', 'int', '4', 'blocks'] in lines
+    defaults = settings_of()
+    assert [line[0] for line in lines] == [f'--{key}' for key in defaults] and len(defaults) > 40
+    for field in dataclasses.fields(Config)[1:]:                    # all but vocab_size
+        assert defaults[field.name] == field.default, field.name
+    for key, default in make_task.__kwdefaults__.items():
+        assert defaults[key] == default, key
 
 
 @pytest.mark.parametrize('line, complaint', [
     ('n_layers = 4', "x.py:2: unknown setting 'n_layers', did you mean 'n_layer'?"),
     ('n_layer = 2.5', 'x.py:2: n_layer wants int'),
     ('n_layer = True', 'x.py:2: n_layer wants int'),
+    ('n_layer = 10 ** 30', 'x.py:2: n_layer must be below'),
     ('dropout = "high"', 'x.py:2: dropout wants float'),
     ('dropout = 1e999', 'x.py:2: dropout wants float'),
     ('task = None', 'x.py:2: task wants str'),
     ('eval_lengths = (1, "2")', 'x.py:2: eval_lengths wants whole numbers'),
     ('eval_lengths = ()', 'x.py:2: eval_lengths wants whole numbers'),
-    ('batch_size = 4 * 8', "x.py:2: batch_size wants a plain value, not '4 * 8'"),
+    ('batch_size = 9 ** 9 ** 9', "x.py:2: batch_size wants a plain value"),
+    ('batch_size = 1 // 0', "x.py:2: batch_size wants a plain value"),
+    ('task = "a" * 4', "x.py:2: task wants a plain value"),
+    ('batch_size = n_embd * 2', "batch_size wants a plain value or arithmetic on such, not 'n_embd * 2'"),
     ('batch_size = open("/etc/passwd")', 'x.py:2: batch_size wants a plain value'),
     ('import os', "x.py:2: a config file has lines like batch_size = 32, not 'import os'"),
     ('seed = batch_size = 1', 'x.py:2: a config file has'),
@@ -1866,7 +1994,8 @@ def test_bad_config_file(tmp_path, line, complaint):
     file = tmp_path / 'x.py'
     file.write_text(f'seed = 1\n{line}\n')
     code, out, err = train(file)
-    assert (code, out) == (2, '') and complaint in err and err.count('\n') == 1 and 'Traceback' not in err
+    assert (code, out) == (2, '') and complaint in err and err.count('\n') == 1
+    assert 'Traceback' not in err
 
 
 @pytest.mark.parametrize('args, complaint', [
@@ -1885,17 +2014,25 @@ def test_bad_config_file(tmp_path, line, complaint):
     (['--train_length=7'], 'flipflop length 7 must be even'),
     (['--task=copy', '--repeats=False', '--train_length=20'], 'n_symbols'),
     (['--max_iters=0'], 'max_iters must be at least 1'),
+    (['--eval_lengths=2,0'], 'eval_lengths must be at least 1, not 0'),
     (['--seed=-1'], 'seed must be at least 0'),
-    (['--beta2=1'], 'beta2 1.0 must be below 1'),
+    (['--warmup_ratio=2'], 'warmup_ratio must be at least 0 and at most 1, not 2'),
+    (['--beta2=1'], 'beta2 must be at least 0 and at most 0.999'),
     (['--device=tpu9'], "device 'tpu9' does not work here"),
     (['--dtype=float16'], "dtype 'float16' is unknown"),
     (['--resume=True', '--overwrite=True'], 'choose one'),
     (['--resume=True'], 'nothing to resume'),
+    (['--out_dir='], 'out_dir is empty'),
     (['--task=wikitext', '--data_dir=nowhere'], 'python data.py wikitext103 --data_dir=nowhere'),
+    (['RANK=1'], 'RANK is 1 and WORLD_SIZE 1'),
+    (['RANK=1', 'WORLD_SIZE=2', '--device=cuda:1'], "device 'cuda:1' is for one process"),
 ])
 def test_bad_flag(tmp_path, monkeypatch, args, complaint):
     monkeypatch.chdir(tmp_path)
-    code, _, err = train(*args)
+    for arg in args:
+        if arg.startswith(('RANK', 'WORLD')):
+            monkeypatch.setenv(*arg.split('='))
+    code, _, err = train(*(arg for arg in args if not arg.startswith(('RANK', 'WORLD'))))
     assert code == 2 and complaint in err and err.count('\n') == 1 and 'Traceback' not in err
     assert not Path('out').exists()
 
@@ -1904,13 +2041,19 @@ def test_bad_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny('run', max_iters=3)
     last = Path('run/last.pt')
-    good = torch.load(last, weights_only=True)
+    good = load('run')
 
-    def refused(complaint, **changes):
+    def refused(complaint, content=None, **changes):
+        torch.save(good if content is None else content, last)
+        if content == b'':
+            last.write_bytes(last.read_bytes()[:-1000])
         before = last.read_bytes()
         code, _, err = tiny('run', resume=True, **{'max_iters': 3, **changes})
         assert code == 2 and 'run/last.pt' in err and complaint in err and err.count('\n') == 1, err
         assert last.read_bytes() == before
+
+    def changed(key, **changes):
+        return {**good, key: {**good[key], **changes}}
 
     refused('n_embd=16, but 32', n_embd=32)
     refused("attn='tra', but 'rope'", attn='rope')
@@ -1918,24 +2061,36 @@ def test_bad_checkpoints(tmp_path, monkeypatch):
     refused('batch_size=8, but 4', batch_size=4)
     refused('vocab_size', task='copy')
     refused('step 3, beyond max_iters 2', max_iters=2)
-    torch.save({**good, 'model': {**good['model'], 'embed.weight': torch.zeros(7, 16)}}, last)
-    refused('does not fit')
-    torch.save({key: good[key] for key in good if key != 'optimizer'}, last)
-    refused('cannot be resumed')
-    torch.save({'weights': 1}, last)
-    refused('no checkpoint')
-    torch.save(good, last)
-    last.write_bytes(last.read_bytes()[:-1000])
-    refused('damaged')
-    torch.save({**good, 'config': Trap()}, last)
-    refused('pickled object')
+    refused("'n_wings', which this train.py does not know", changed('config', n_wings=2))
+    refused('does not fit', changed('model', **{'embed.weight': torch.zeros(7, 16)}))
+    refused("'embed.weight' is not a tensor of finite", changed('model', **{
+        'embed.weight': torch.full((5, 16), math.nan)}))
+    refused("'embed.weight' is not a tensor of finite", changed('model', **{'embed.weight': 'x'}))
+    state = good['optimizer']['state']
+    refused('cannot be resumed', {key: good[key] for key in good if key != 'optimizer'})
+    refused('cannot be resumed', changed('optimizer', state={}))
+    refused('damaged moments', changed('optimizer', state={
+        **state, 0: {**state[0], 'exp_avg': torch.full((5, 16), math.inf)}}))
+    refused('damaged moments', changed('optimizer', state={
+        **state, 0: {**state[0], 'exp_avg_sq': torch.zeros(3)}}))
+    refused('cannot be resumed', {**good, 'best': 'low'})
+    refused("its 'step' is no int", {**good, 'step': 'three'})
+    refused("its 'config' is no dict", {**good, 'config': [1]})
+    refused('no checkpoint', {'weights': 1})
+    refused('damaged', b'')
+    refused('pickled object', {**good, 'config': Trap()})
     assert not Path('trapped').exists()
 
 
-def test_folder_that_cannot_be_written(tmp_path):
+def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / 'file').write_text('')
     code, _, err = tiny(tmp_path / 'file' / 'run')
     assert code == 2 and str(tmp_path / 'file') in err and err.count('\n') == 1
+    for name in ('metrics.jsonl', 'config.json', 'best.pt'):        # part of a run is a run
+        (tmp_path / name[:2]).mkdir()
+        (tmp_path / name[:2] / name).write_text('{}')
+        code, _, err = tiny(tmp_path / name[:2])
+        assert code == 2 and f'already holds a run ({name})' in err and err.count('\n') == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
