@@ -39,13 +39,17 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from data import (Parser, Progress, atomic, check, keep_freed_memory, make_task, one_line_errors,
+                  pick_machine, read_checkpoint)
+
+if __name__ == '__main__':
+    one_line_errors('eval.py')      # before torch, which takes a while
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 import tra
-from data import (Parser, Progress, atomic, check, keep_freed_memory, make_task, one_line_errors,
-                  pick_machine, read_checkpoint)
 
 # -----------------------------------------------------------------------------
 # scoring
@@ -60,13 +64,13 @@ def evaluate(model, task, split, length, n=None, device='cpu', autocast=None, mi
     """
     def run(idx, targets):
         return predict(model, idx, targets, device, autocast or nullcontext(), progress)
-    rest = n or default_n(task, split, length), 2 ** (14 if str(device) == 'cpu' else 16)
+    n, batch_tokens = n or default_n(task, split, length), 2 ** (14 if device == 'cpu' else 16)
     was_training = model.training
     model.eval()
     try:
         if task.name == 'wikitext':
-            return evaluate_text(run, task, split, length, *rest)
-        return evaluate_sequences(run, task, split, length, *rest, mistakes)
+            return evaluate_text(run, task, split, length, n, batch_tokens)
+        return evaluate_sequences(run, task, split, length, n, batch_tokens, mistakes)
     finally:
         model.train(was_training)
 
@@ -265,10 +269,12 @@ def span(values, form):
 def render(lines):
     """A table aligned for the eye that is Markdown too: first column left, numbers right."""
     widths = [max(map(len, column)) for column in zip(*lines)]
-    rows = [' | '.join(f'{c:>{w}}' if i else f'{c:<{w}}' for i, (c, w) in enumerate(zip(line, widths)))
-            for line in lines]
-    rule = '|'.join('-' * (w + 1) + ':-'[i == 0] for i, w in enumerate(widths))
-    return '\n'.join([f'| {rows[0]} |', f'|{rule}|', *(f'| {row} |' for row in rows[1:])])
+    rows = []
+    for first, *rest in lines:
+        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(rest, widths[1:]))]
+        rows.append(f'| {" | ".join(cells)} |')
+    rule = '|'.join(['-' * (widths[0] + 2), *('-' * (w + 1) + ':' for w in widths[1:])])
+    return '\n'.join([rows[0], f'|{rule}|', *rows[1:]])
 
 def group(results):
     """[(label, results)]: the runs of each setting, named by what sets it apart from most others."""
@@ -543,11 +549,8 @@ def attention_inputs(B, T, machine, log_gate=None, H=4, D=64):
     xs = [x.to(getattr(torch, machine.dtype)) for x in (F.rms_norm(q, [D]), F.rms_norm(k, [D]), v)]
     return [x.to(machine.device).requires_grad_() for x in (*xs, gate)]
 
-def blockwise(q, k, v, log_gate):
-    return tra.tra_blockwise(q, k, v, log_gate, bound=8.1)      # sqrt(D) and a little, as the model
-
-def sdpa(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+blockwise = partial(tra.tra_blockwise, bound=8.1)       # sqrt(D) and a little, as the model says
+sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 
 def both_ways(function, xs):
     """Forward and backward, to be called again and again."""
@@ -677,8 +680,7 @@ def load_run(folder, device='cpu', checkpoint=None, data_dir=None):
             trained = max(trained, read_checkpoint(last)['step'])
     except (TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(f'{path} does not fit this code: {str(error)[:200]}') from None
-    setting = {**saved['config'], 'max_iters': goal}        # what its seeds have in common
-    setting.pop('seed', None)
+    setting = {key: x for key, x in saved['config'].items() if key != 'seed'}
     result = {'run': str(folder), 'task': task.name, 'attn': model.config.attn,
               'seed': config.get('seed'), 'train_length': task.train_length,
               'checkpoint': path.name, 'step': saved['step'], 'trained': trained,
@@ -922,5 +924,4 @@ def main():
     return sample(args) if args.sample is not None else make_table(args)
 
 if __name__ == '__main__':
-    one_line_errors('eval.py')
     main()

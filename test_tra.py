@@ -1501,6 +1501,13 @@ def test_the_file_is_written_whatever_becomes_of_the_words(tmp_path, command, mo
     assert code == 2 and 'no space left' in err and words == '' and out.read_text() == table
 
 
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    (tmp_path / 'torch.py').write_text('raise KeyboardInterrupt')
+    done = subprocess.run([sys.executable, ROOT / 'eval.py', '-h'], capture_output=True, text=True,
+                          env={**os.environ, 'PYTHONPATH': str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (130, '', '\nstopped\n')
+
+
 def is_picture(path):
     content = path.read_bytes()
     width, height = (int.from_bytes(content[at:at + 4], 'big') for at in (16, 20))
