@@ -18,18 +18,17 @@ A length is in tokens for flipflop; for copy, induct and instruct it is the most
 many as make 2^18 tokens, but from 2 to 1000. For wikitext it is tokens of text: by default all, and
 never less than the largest window.
 
---json and --out=FILE.json give {"runs": [...]}, and "interrupted": true if they were cut short. A run
-has "run", "task", "attn", "seed", "train_length", "config" (its settings), "checkpoint" and "step"
-(the file that was read), "trained" (how far the run itself has come), "mistakes", and "rows" of
-"split", "length", "n", "exact_match", "token_error", "tokens" (scored ones), "loss" (nats a token)
-and "upper95" (null if a sequence was wrong); for wikitext "split", "window", "tokens", "perplexity",
-"bits_per_byte", "loss" and "by_position" (where "first" to "last" tokens were visible).
+--json and --out=FILE.json give {"runs": [...]}, and "interrupted": true if that was cut short. A
+run has "run", "task", "attn", "seed", "train_length", "config" (its settings), "checkpoint" and
+"step" (the file that was read), "trained" (how far the run itself has come), "mistakes", and "rows"
+of "split", "length", "n", "exact_match", "token_error", "tokens" (scored ones), "loss" (nats a
+token) and "upper95" (null if a sequence was wrong); for wikitext "split", "window", "tokens",
+"perplexity", "bits_per_byte", "loss" and "by_position" ("first" to "last" tokens were visible).
 """
 import argparse
 import ctypes
 import json
 import math
-import os
 import re
 import statistics
 import sys
@@ -277,7 +276,7 @@ def render(lines):
     return '\n'.join([rows[0], f'|{rule}|', *rows[1:]])
 
 def group(results):
-    """[(label, results)]: the runs of each setting, named by what sets it apart from most others."""
+    """[(label, results)]: the runs of each setting, named by what sets it apart from most."""
     groups = {}
     for result in results:
         key = json.dumps([result['config'], unfinished(result)], sort_keys=True)
@@ -294,8 +293,9 @@ def group(results):
     for config, (run, *_) in zip(configs, settings):
         apart = [f'{key}={config.get(key)}' for key in keys if rare(key, config.get(key))]
         labels.append(', '.join([run['attn'], *apart]) + unfinished(run))
-    names = [label if len(label) <= 40 and labels.count(label) == 1 else  # the folder says it better
-             Path(runs[0]['run']).name + unfinished(runs[0]) for label, runs in zip(labels, settings)]
+    # where that is long, or another's too, the folder has the better name
+    names = [Path(run['run']).name + unfinished(run) if len(label) > 40 or labels.count(label) > 1
+             else label for label, (run, *_) in zip(labels, settings)]
     return [(name + f' [{n}]' * (names.count(name) > 1) + f' ({len(runs)} seeds)' * (len(runs) > 1),
              runs) for n, (name, runs) in enumerate(zip(names, settings), 1)]
 
@@ -626,8 +626,9 @@ def bench(args):
     machine = args.machine
     xs = attention_inputs(2, 300, pick_machine(machine.device, 'float32'))
     pairs = zip(both_ways(blockwise, xs)(), both_ways(tra.tra_dense, xs)())
-    result = {'torch': torch.__version__, 'threads': torch.get_num_threads(), 'machine': machine.why,
-              'max_error': max(float((a - b).detach().abs().max()) for a, b in pairs)}
+    max_error = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    result = {'torch': torch.__version__, 'threads': torch.get_num_threads(),
+              'machine': machine.why, 'max_error': max_error}
     for name in ('kernel', 'forgetful', 'step', 'generate'):
         result[name] = []
         for size in BENCH[name]:
@@ -647,10 +648,10 @@ def bench_report(result):
     first, last = result['forgetful'][0], result['forgetful'][-1]
     power = math.log(last['blockwise'] / first['blockwise'], last['T'] / first['T'])
     return '\n\n'.join([
-        'torch {torch}, {threads} threads, {machine}; blockwise against dense, float32, outputs and '
-        'gradients: largest difference {max_error:.1e}'.format(**result),
-        'Attention, H=4, D=64: forward + backward in ms, blockwise with random gates and with gates '
-        'that never forget (no early exit), and MB that forward + backward add:',
+        'torch {torch}, {threads} threads, {machine}; blockwise against dense, float32, outputs '
+        'and gradients: largest difference {max_error:.1e}'.format(**result),
+        'Attention, H=4, D=64: forward + backward in ms, blockwise with random gates and with '
+        'gates that never forget (no early exit), and MB that forward + backward add:',
         table(result['kernel']), 'Forward in ms with gates that forget (log_gate = -2), one '
         'sequence, H=4, D=64:', table(result['forgetful']), f'blockwise grows as T^{power:.2f}',
         'A training step (forward, backward, clipping, AdamW) in ms, window 256, vocabulary 256, '
@@ -667,7 +668,7 @@ def load_run(folder, device='cpu', checkpoint=None, data_dir=None):
     check(folder.is_dir(), f'run folder {folder} does not exist')
     best, last = folder / 'best.pt', folder / 'last.pt'
     path = folder / checkpoint if checkpoint else best if best.is_file() else last
-    check(checkpoint or path.is_file(), f'{folder} holds no checkpoint, neither best.pt nor last.pt')
+    check(checkpoint or path.is_file(), f'no checkpoint in {folder}: neither best.pt nor last.pt')
     saved = read_checkpoint(path)
     config, trained = {**saved['run'], **saved['config']}, saved['step']
     goal, config['data_dir'] = config.get('max_iters'), data_dir or config.get('data_dir', 'data')
@@ -710,8 +711,8 @@ def chosen(args, splits, lengths, train_length):
         lengths = []
         for part in args.lengths.split(','):
             match = re.fullmatch(r'\s*(\d+)(x?)\s*', part)
-            check(match, f'--lengths={args.lengths}: {part!r} is neither a length such as 512 nor a '
-                         'multiple such as 8x')
+            check(match, f'--lengths={args.lengths}: {part!r} is neither a length such as 512 nor '
+                         'a multiple such as 8x')
             lengths.append(int(match[1]) * (train_length if match[2] else 1))
     return args.split.split(',') if args.split else splits, list(dict.fromkeys(lengths))
 
@@ -738,7 +739,7 @@ def load_runs(args):
     for result, *_ in runs:
         check(result['task'] == first['task'], 'runs of different tasks: {run} is {task}, '
               .format(**first) + '{run} is {task}'.format(**result))
-        key = os.path.realpath(result['run']), result['seed'], json.dumps(result['config'])
+        key = Path(result['run']).resolve(), result['seed'], json.dumps(result['config'])
         check(key not in seen, '{run}, seed {seed}, is there twice'.format(**result))
         seen.add(key)
     return runs
@@ -823,8 +824,8 @@ def make_table(args):
 def draw_attention(args):
     """What the runs attend to in a text, or in sequence number TEXT of a split."""
     rows = [[]] if args.heads else []
-    for _, model, task in load_runs(args):
-        config = model.config
+    for result, model, task in load_runs(args):
+        H = model.config.n_head
         if args.attention.isdecimal():
             length = min(24, task.train_length)
             places = chosen(args, task.splits, [length], task.train_length)
@@ -837,25 +838,19 @@ def draw_attention(args):
         labels = [task.decode([t]).replace(' ', '␣').replace('\n', '\\n').replace('$', r'\$')
                   for t in tokens]
         layers = attention_parts(model, torch.tensor([tokens], device=args.machine.device))
-        grid = [[(f'{config.attn}, layer {n}, head {h + 1}', labels,
-                  {key: part[h] for key, part in parts.items()}) for h in range(config.n_head)]
-                for n, parts in enumerate(layers, 1)]
-        if args.heads:
-            rows[0] += [grid[n][h] for n, h in parse_heads(args.heads, config)]
+        panels = {f'{n}.{h}': (f'{model.config.attn}, layer {n}, head {h}', labels,
+                               {key: part[h - 1] for key, part in parts.items()})
+                  for n, parts in enumerate(layers, 1) for h in range(1, H + 1)}
+        if args.heads:      # side by side
+            for head in args.heads.split(','):
+                check(head in panels, f'--heads={args.heads}: {head!r} is no layer.head of the '
+                                      f'{len(layers)} layers of {H} heads in {result["run"]}')
+            rows[0] += [panels[head] for head in args.heads.split(',')]
         else:
-            rows += grid
+            rows += [list(row) for row in zip(*[iter(panels.values())] * H)]
     path = args.plot or Path(args.runs[0]) / 'attention.png'
     plot_attention(rows, f'{task.name}: ' + ' and '.join(args.runs), path)
     print(f'wrote {path}', file=sys.stderr)
-
-def parse_heads(text, config):
-    """'2.4,1.1' -> (1, 3), (0, 0)"""
-    for part in text.split(','):
-        match = re.fullmatch(r'\s*(\d+)\.(\d+)\s*', part)
-        n, h = (int(x) - 1 for x in match.groups()) if match else (-1, -1)
-        check(0 <= n < config.n_layer and 0 <= h < config.n_head, f'--heads={text}: {part!r} is no '
-              f'LAYER.HEAD of {config.n_layer} layers with {config.n_head} heads each')
-        yield n, h
 
 def sample(args):
     """Continues a text: tasks with a right answer by the likeliest token, language by chance."""
@@ -887,30 +882,27 @@ def check_flags(args):
 def main():
     parser = Parser(prog='eval.py', description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    def add(flag, help, kind=str, default=None):
-        flag, _, value = flag.partition(' ')
-        parser.add_argument(flag, help=help, type=kind, default=default, metavar=value or None)
-    parser.add_argument('runs', nargs='*', metavar='RUN', help='folder of train.py, JSON of --out')
-    add('--checkpoint FILE', 'which file of the folder (best.pt, or last.pt if there is none)')
-    add('--data_dir FOLDER', 'wikitext: where data.py has put it (where it was in training)')
-    add('--device D', 'cpu, cuda, cuda:1, mps (auto: as in train.py)', default='auto')
-    add('--dtype D', 'float32 or bfloat16 (auto: as in train.py)', default='auto')
-    add('--split NAMES', 'one or several, with commas (all of them; wikitext: test)')
-    add('--lengths L', "512,4096 or, times the training length, 1x,8x (the paper's)")
-    add('--n N', 'sequences for each split and length; wikitext: tokens', int)
-    add('--mistakes N', 'how many wrong sequences to show for each run (3)', int, 3)
-    add('--out FILE', 'also write the result to FILE.md or FILE.json')
-    add('--plot FILE.png', 'the metric against length; --plot alone: eval.png in the first run')
-    add('--attention TEXT', 'draw the attention on a text, or on sequence number TEXT of a split')
-    add('--heads L.H', '... of some heads: 2.4,1.1 are layer 2, head 4 and layer 1, head 1')
-    add('--sample TEXT', 'continue a text')
-    add('--tokens N', '... by so many tokens (16; wikitext: 200)', int)
-    add('--temperature T', '... 0 always takes the likeliest (0; wikitext: 0.8)', float)
-    add('--top_k K', '... drawn from the K likeliest', int)
-    add('--seed N', '... drawn with this seed (0)', int, 0)
-    for flag, help in (('--json', 'JSON, and nothing else on stdout'),
-                       ('--bench', 'time and memory of the kernel, a step and generation')):
-        parser.add_argument(flag, help=help, action='store_true')
+    add = parser.add_argument
+    add('runs', nargs='*', metavar='RUN', help='a folder of train.py, or a FILE.json of --out')
+    add('--checkpoint', help='which file of the folder (best.pt, or last.pt if there is none)')
+    add('--data_dir', help='wikitext: where data.py has put it (where it was in training)')
+    add('--device', default='auto', help='cpu, cuda, cuda:1, mps (auto: as in train.py)')
+    add('--dtype', default='auto', help='float32 or bfloat16 (auto: as in train.py)')
+    add('--split', help='one or several, with commas (all of them; wikitext: test)')
+    add('--lengths', help="512,4096 or, times the training length, 1x,8x (the paper's)")
+    add('--n', type=int, help='sequences for each split and length; wikitext: tokens')
+    add('--mistakes', type=int, default=3, help='how many wrong sequences to show of each run (3)')
+    add('--json', action='store_true', help='JSON, and nothing else on stdout')
+    add('--out', help='also write the result to FILE.md or FILE.json')
+    add('--plot', help='FILE.png: the metric against length; --plot alone: eval.png in the run')
+    add('--attention', help='draw the attention on a text, or on sequence number N of a split')
+    add('--heads', help='... of some heads: 2.4,1.1 are layer 2, head 4 and layer 1, head 1')
+    add('--bench', action='store_true', help='time and memory: kernel, training step, generation')
+    add('--sample', help='continue a text')
+    add('--tokens', type=int, help='... by so many tokens (16; wikitext: 200)')
+    add('--temperature', type=float, help='... 0 always takes the likeliest (0; wikitext: 0.8)')
+    add('--top_k', type=int, help='... drawn from the so many likeliest')
+    add('--seed', type=int, default=0, help='... drawn with this seed (0)')
     # "--plot RUN" means --plot, then a run: the file needs an =
     args = parser.parse_args(['--plot=' if arg == '--plot' else arg for arg in sys.argv[1:]])
     check_flags(args)

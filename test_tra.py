@@ -1488,67 +1488,60 @@ class Trap:
         return os.system, ('touch trapped',)
 
 
-def test_errors_are_one_line(tmp_path, command):
-    run = save_run(tmp_path / 'run')
-    copy = save_run(tmp_path / 'copy', 'copy', 4)
-    (tmp_path / 'empty').mkdir()
-    path = tmp_path / 'run' / 'best.pt'
-    saved = torch.load(path, weights_only=True)
-    bad = {'damaged': b'not a checkpoint', 'cut': path.read_bytes()[:2000], 'nothing': b'',
-           'trap': {'model': Trap()}, 'other': {'model': {}}, 'list': [1],
-           'nan': {**saved, 'model': {**saved['model'], 'norm.weight': torch.full((16,), math.nan)}},
-           'huge': {**saved, 'model_config': {**saved['model_config'], 'n_embd': 2 ** 24}},
-           'newer': {**saved, 'model_config': {**saved['model_config'], 'of_tomorrow': 1}},
-           'type': {**saved, 'config': {**saved['config'], 'train_length': '8'}},
-           'step': {**saved, 'step': 'five'}, 'settings': {**saved, 'config': 5},
-           'iters': {**saved, 'config': {**saved['config'], 'max_iters': 'many'}}}
-    for name, content in bad.items():
-        (tmp_path / name).mkdir()
+def test_errors_are_one_line(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_run(Path('run'))
+    save_run(Path('copy'), 'copy', 4)
+    saved = torch.load('run/best.pt', weights_only=True)
+    model, config, size = saved['model'], saved['config'], saved['model_config']
+    for name, content in {
+            'damaged': b'no checkpoint', 'cut': Path('run/best.pt').read_bytes()[:2000], 'no': b'',
+            'trap': {'model': Trap()}, 'other': {'model': {}}, 'list': [1], 'empty': None,
+            'nan': {**saved, 'model': {**model, 'norm.weight': torch.full((16,), math.nan)}},
+            'huge': {**saved, 'model_config': {**size, 'n_embd': 2 ** 24}},
+            'newer': {**saved, 'model_config': {**size, 'of_tomorrow': 1}},
+            'type': {**saved, 'config': {**config, 'train_length': '8'}},
+            'step': {**saved, 'step': 'five'}, 'settings': {**saved, 'config': 5},
+            'iters': {**saved, 'config': {**config, 'max_iters': 'many'}}}.items():
+        Path(name).mkdir()
         if isinstance(content, bytes):
-            (tmp_path / name / 'best.pt').write_bytes(content)
-        else:
-            torch.save(content, tmp_path / name / 'best.pt')
-    result = json.loads(command(run, '--json', '--n=3', '--split=val')[1])
-    results = {}
-    for where, key, value in [('', 'runs', []), ('', 'runs', 5), ('', 'runs', [5]),
-                              (0, 'rows', [{}]), (0, 'config', 'x'), (0, 'train_length', '8'),
-                              (0, 'step', None), (0, 'seed', [1]), (0, 'mistakes', [{'text': 1}]),
-                              (1, 'n', '7'), (1, 'exact_match', None), (1, 'length', 'x'),
-                              (1, 'loss', 'x'), (1, 'exact_match', math.nan)]:
-        changed = json.loads(json.dumps(result))
-        target = [changed, *changed['runs'], changed['runs'][0]['rows'][0]]
-        target[0 if where == '' else where + 1][key] = value
-        results[f'{where}{key}{value}'] = json.dumps(changed)
-    results |= {'list': '[]', 'none': '', 'deep': '[' * 100000, 'bench': '{"kernel": []}'}
-    cases = []
-    for n, text in enumerate(results.values()):
-        (tmp_path / f'{n}.json').write_text(text)
-        cases.append(('is no result of eval.py', tmp_path / f'{n}.json'))
-    for words, *args in cases + [
-            ('which run', ), ('does not exist', tmp_path / 'nowhere'),
-            ('no checkpoint', tmp_path / 'empty'), ('best.pt cannot be read', tmp_path / 'damaged'),
-            ('best.pt cannot be read', tmp_path / 'cut'),
-            ('best.pt cannot be read', tmp_path / 'nothing'),
-            ('best.pt is refused', tmp_path / 'trap'), ("has no 'model_config'", tmp_path / 'other'),
-            ("has no 'model'", tmp_path / 'list'), ('finite', tmp_path / 'nan'),
-            ('does not fit', tmp_path / 'huge'), ('does not fit this code', tmp_path / 'newer'),
-            ('does not fit this code', tmp_path / 'type'), ("'step' is no int", tmp_path / 'step'),
-            ("'config' is no dict", tmp_path / 'settings'),
-            ('does not fit this code', tmp_path / 'iters'),
-            ('last.pt is missing', run, '--checkpoint=last.pt'),
-            ('must be even and at least 4', run, '--lengths=2'),
-            ('must be even', run, '--lengths=1x,9'), ('copy length 0', copy, '--lengths=0'),
-            ('memory', copy, f'--lengths={10 ** 13}'), ('neither a length', run, '--lengths=8y'),
-            ('different tasks', run, copy), ("split 'test'", run, '--split=test'),
-            ('at least 1', run, '--n=0'), ('--nn=3', run, '--nn=3'), ('invalid int', run, '--n=x'),
-            ('.md or .json', run, '--out=x.txt'), ('no such folder', run, f'--out={tmp_path}/no/x.md'),
-            ('must end in .png', run, '--plot=x.pdf'), ("'z' is not a token", run, '--sample=wz'),
-            ('at least one token', run, '--sample='), ('1 to 96', run, '--attention=' + 'w1' * 60),
-            ('2 layers', run, '--attention=w1', '--heads=3.1'), ('2 heads', run, '--attention=w1',
-             '--heads=1.1,1'), ('is for --attention', run, '--heads=1.1'),
-            ('does not work here', run, '--device=nonsense'), ('unknown', run, '--dtype=float8'),
-            ('no model', tmp_path / '0.json', '--sample=w1')]:
-        code, out, err = command(*args)
+            Path(name, 'best.pt').write_bytes(content)
+        elif content is not None:
+            torch.save(content, Path(name, 'best.pt'))
+    result = command('run', '--json', '--n=3', '--split=val')[1]
+    texts = ['', '[]', '[' * 100000, '{"kernel": []}', '{"runs": []}', '{"runs": 5}', '{"runs": [5]}']
+    for of_row, key, value in [  # results with one field that is wrong
+            (0, 'rows', [{}]), (0, 'config', 'x'), (0, 'train_length', '8'), (0, 'step', None),
+            (0, 'seed', [1]), (0, 'mistakes', [{'text': 1}]), (1, 'n', '7'), (1, 'length', 'x'),
+            (1, 'loss', 'x'), (1, 'exact_match', None), (1, 'exact_match', math.nan)]:
+        changed = json.loads(result)
+        [run] = changed['runs']
+        (run['rows'][0] if of_row else run)[key] = value
+        texts.append(json.dumps(changed))
+    for n, text in enumerate(texts):
+        Path(f'{n}.json').write_text(text)
+    for words, args in [
+            *(('is no result of eval.py', f'{n}.json') for n in range(len(texts))),
+            ('no model', '0.json --sample=w1'), ('which run', ''), ('does not exist', 'nowhere'),
+            ('no checkpoint', 'empty'), ('best.pt cannot be read', 'damaged'),
+            ('best.pt cannot be read', 'cut'), ('best.pt cannot be read', 'no'),
+            ('best.pt is refused', 'trap'), ("has no 'model_config'", 'other'),
+            ("has no 'model'", 'list'), ('finite', 'nan'), ('does not fit', 'huge'),
+            ('does not fit this code', 'newer'), ('does not fit this code', 'type'),
+            ('does not fit this code', 'iters'), ("'step' is no int", 'step'),
+            ("'config' is no dict", 'settings'), ('last.pt is missing', 'run --checkpoint=last.pt'),
+            ('must be even and at least 4', 'run --lengths=2'), ('must be even', 'run --lengths=1x,9'),
+            ('copy length 0', 'copy --lengths=0'), ('memory', f'copy --lengths={10 ** 13}'),
+            ('neither a length', 'run --lengths=8y'), ('different tasks', 'run copy'),
+            ("split 'test'", 'run --split=test'), ('at least 1', 'run --n=0'),
+            ('--nn=3', 'run --nn=3'), ('invalid int', 'run --n=x'), ('.md or .json', 'run --out=x.txt'),
+            ('no such folder', 'run --out=nowhere/x.md'), ('must end in .png', 'run --plot=x.pdf'),
+            ("'z' is not a token", 'run --sample=wz'), ('at least one token', 'run --sample='),
+            ('1 to 96', 'run --attention=' + 'w1' * 60), ('is for --attention', 'run --heads=1.1'),
+            ('2 layers', 'run --attention=w1 --heads=3.1'),
+            ('2 heads', 'run --attention=w1 --heads=1.1,1'), ('unknown', 'run --dtype=float8'),
+            ('does not work here', 'run --device=nonsense')]:
+        code, out, err = command(*args.split())
         assert code == 2 and out == '' and words in err, (args, err)
         assert err.startswith('eval.py: ') and err.count('\n') == 1, (args, err)
 
