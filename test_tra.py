@@ -2001,7 +2001,7 @@ def test_two_processes_train_as_one_and_resume(tmp_path):
     resumed = as_args({**settings, 'out_dir': tmp_path / 'two', 'resume': True})
     run = start(*resumed, launcher=torchrun)
     out = run.communicate()[0]
-    assert run.returncode == 0 and out.count('final | ') == 1 and '2 processes' in out
+    assert run.returncode == 0 and out.count('final | ') == 1 and 'processes: 2' in out
     one, two = losses(tmp_path / 'one'), losses(tmp_path / 'two')
     assert list(one) == list(two) == list(range(1, 61)) and one[60] < one[1] - 0.1
     assert max(abs(one[step] - two[step]) for step in one) < 1e-4
@@ -2168,6 +2168,7 @@ def test_bad_checkpoints(tmp_path, monkeypatch):
     refused('batch_size=8, but 4', batch_size=4)
     refused('vocab_size', task='copy')
     refused('step 3, beyond max_iters 2', max_iters=2)
+    refused('step -1, beyond', {**good, 'step': -1})
     refused("'n_wings', which this train.py does not know", changed('config', n_wings=2))
     refused('does not fit', changed('model', **{'embed.weight': torch.zeros(7, 16)}))
     refused("'embed.weight' is not a tensor of finite", changed('model', **{
@@ -2175,7 +2176,7 @@ def test_bad_checkpoints(tmp_path, monkeypatch):
     refused("'embed.weight' is not a tensor of finite", changed('model', **{'embed.weight': 'x'}))
     state = good['optimizer']['state']
     refused('cannot be resumed', {key: good[key] for key in good if key != 'optimizer'})
-    refused('cannot be resumed', changed('optimizer', state={}))
+    refused('moments are missing', changed('optimizer', state={}))
     refused('damaged moments', changed('optimizer', state={
         **state, 0: {**state[0], 'exp_avg': torch.full((5, 16), math.inf)}}))
     refused('damaged moments', changed('optimizer', state={
@@ -2189,6 +2190,12 @@ def test_bad_checkpoints(tmp_path, monkeypatch):
     assert not Path('trapped').exists()
 
 
+def test_a_gate_that_idles_has_no_moments(tmp_path):
+    for resume, steps in ((False, 2), (True, 3)):
+        code, _, err = tiny(tmp_path, tra_distance=False, resume=resume, max_iters=steps)
+        assert code == 0, err
+
+
 def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / 'file').write_text('')
     code, _, err = tiny(tmp_path / 'file' / 'run')
@@ -2198,6 +2205,10 @@ def test_folders_that_cannot_be_used(tmp_path):
         (tmp_path / name[:2] / name).write_text('{}')
         code, _, err = tiny(tmp_path / name[:2])
         assert code == 2 and f'already holds a run ({name})' in err and err.count('\n') == 1
+    run = start(*as_args({**TINY, 'out_dir': tmp_path / 'x'}),
+                env={'TORCHINDUCTOR_CACHE_DIR': '/dev/null/x', 'TORCHDYNAMO_DISABLE': '0'})
+    out = run.communicate()[0]
+    assert run.returncode == 2 and 'train.py: ' in out and "'/dev/null/x'" in out.splitlines()[-1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

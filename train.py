@@ -49,11 +49,6 @@ from torch.nn.parallel import DistributedDataParallel
 from eval import METRICS, evaluate, format_table
 from tra import Config, Decoder
 
-try:
-    import fcntl
-except ImportError:                             # Windows
-    fcntl = None
-
 def settings():
     return {key: value for key, value in globals().items() if key[0] != '_'
             and isinstance(value, (bool, int, float, str, tuple, type(None)))}
@@ -278,10 +273,11 @@ check(resume or overwrite or not held, f'{folder} already holds a run ({", ".joi
 check(last.exists() or not resume,
       f'nothing to resume: {last} does not exist; leave out --resume to start')
 folder.mkdir(parents=True, exist_ok=True)
-if fcntl and rank == 0:                                     # held while the process lives
+if rank == 0:
     try:
+        import fcntl                                        # held for as long as the process lives
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:                                # any other: a file system without locks
+    except (ImportError, OSError) as error:                 # Windows; a disk that has no locks
         check(not isinstance(error, BlockingIOError),
               f'another process is training in {folder}: choose another --out_dir')
 checkpoint = read_checkpoint(last) if resume else None
@@ -292,7 +288,7 @@ if checkpoint:
         old, new = saved.get(key, DEFAULTS.get(key)), given[key]    # a new setting had its default
         check(old == new or key == 'max_iters', f'{last} has {key}={old!r}, but {new!r} was given: '
               'resume with the settings of that run, or choose another --out_dir')
-    check(checkpoint['step'] <= max_iters,
+    check(0 < checkpoint['step'] <= max_iters,
           f'{last} is at step {checkpoint["step"]}, beyond max_iters {max_iters}')
 
 # -----------------------------------------------------------------------------
@@ -320,15 +316,17 @@ vectors = [p for p in raw_model.parameters() if p.dim() < 2]
 optimizer = torch.optim.AdamW(
     [{'params': matrices}, {'params': vectors, 'weight_decay': 0.0}], weight_decay=weight_decay,
     lr=learning_rate, betas=(beta1, beta2), fused=device.startswith(('cuda', 'cpu')))
+idle = attn == 'tra' and not tra_distance       # the gate gets no gradient then
 step, best = 0, math.inf
 if checkpoint:      # no generator to restore: data and dropout follow from (seed, step, rank)
     try:
         raw_model.load_state_dict(checkpoint['model'])
-        optimizer.load_state_dict({**optimizer.state_dict(),
-                                   'state': checkpoint['optimizer']['state']})
+        state = checkpoint['optimizer']['state']
+        optimizer.load_state_dict({**optimizer.state_dict(), 'state': state})
         step, best = checkpoint['step'], float(checkpoint['best'])
-        for p in raw_model.parameters():
-            for moment in (optimizer.state[p]['exp_avg'], optimizer.state[p]['exp_avg_sq']):
+        check(idle or len(state) == len(matrices + vectors), 'moments are missing')
+        for p, state in optimizer.state.items():
+            for moment in (state['exp_avg'], state['exp_avg_sq']):
                 check(moment.shape == p.shape and moment.isfinite().all(), 'damaged moments')
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f'{last} cannot be resumed, it does not fit: {error!r}') from None
@@ -338,12 +336,10 @@ if ddp:
     # while rank 0 evaluates, the others wait for it in the next step: that must not time out
     dist.init_process_group('nccl' if cuda else 'gloo', timeout=timedelta(hours=4))
     model = DistributedDataParallel(model, device_ids=[device] if cuda else None,
-                                    # the gate idles then
-                                    find_unused_parameters=attn == 'tra' and not tra_distance)
+                                    find_unused_parameters=idle)
 tokens = source.batch(seed, 0, 1)[0].size * batch_size * gradient_accumulation_steps
 parameters = sum(p.numel() for p in raw_model.parameters())
-processes = '1 process' if world == 1 else f'{world} processes'
-say(f'{parameters:,} parameters | {tokens:,} tokens a step | {processes} | {folder}')
+say(f'{parameters:,} parameters | {tokens:,} tokens a step | processes: {world} | {folder}')
 if device == 'cpu' and parameters * tokens > 1e10:          # seconds a step
     say(f'this is sized for a GPU; on a CPU, python train.py config/{task}_cpu.py takes minutes')
 
