@@ -17,99 +17,300 @@ Get the text, once (into ./data; a zip or folder you already have will do):
     python data.py wikitext103
     python data.py wikitext2 --tokenizer=bytes --from=path/to/wikitext-2
 
-Every batch is a pair (idx, targets) of int64 arrays (B, T). targets[b, t] is the token to predict after seeing
-idx[b, :t+1], or -1 where nothing is scored. The examples below print tokens above targets, with - for -1.
+Every batch is a pair (idx, targets) of int64 arrays (B, T). targets[b, t] is the token to predict
+after seeing idx[b, :t+1], or -1 where nothing is scored. The examples below print tokens above
+targets, with - for -1.
 
-Training batches depend on (seed, step) alone: a run that resumes at step 700 needs no saved stream. Evaluation sets are
-fixed: no seed and no setting of the training loop changes them.
+Training batches depend on (seed, step) alone: a run that resumes at step 700 needs no saved stream.
+Evaluation sets are fixed: no seed and no setting of the training loop changes them.
 """
 
 import argparse
+import atexit
+import ctypes
 import hashlib
+import io
 import json
+import math
 import os
+import pickle
 import re
+import stat
 import string
 import sys
 import time
+import warnings
 import zipfile
 import zlib
+from collections import OrderedDict
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count, islice
 from pathlib import Path, PurePosixPath
-from typing import Callable
+from types import SimpleNamespace
+from typing import Callable, NamedTuple
 
 import numpy as np
 
-TASKS = ('flipflop', 'copy', 'induct', 'instruct', 'wikitext')
-TRAIN, EVAL = 0, 1              # first number of every generator's key, so that no evaluation set is ever trained on
+# -----------------------------------------------------------------------------
+# what the three scripts share
 
 def check(ok, message):
     if not ok:
         raise ValueError(message)
 
+def one_line_errors(prog, stopped='stopped'):
+    """
+    From here on, what a user can cause ends the program with one line on stderr and exit code 2;
+    other exceptions keep their traceback, and python -i shows it for all. Called first in each
+    script, so that there is one place for this and no `try` around the work.
+    """
+    def hook(kind, error, trace):
+        sys.excepthook = sys.__excepthook__
+        text = ' '.join(str(error).split()) or kind.__name__
+        memory = issubclass(kind, RuntimeError) and re.search('memory|overflow', text)
+        if issubclass(kind, BrokenPipeError):           # `| head -1` has seen enough
+            code, text = 128 + 13, ''
+        elif issubclass(kind, KeyboardInterrupt):
+            code, text = 130, '\n' + stopped
+        elif issubclass(kind, MemoryError) or memory:   # torch.OutOfMemoryError is a RuntimeError
+            code, text = 2, f'{prog}: this does not fit in memory: {text[:200]}'
+        elif issubclass(kind, (ValueError, OSError)):
+            code, text = 2, f'{prog}: {text}'
+        else:
+            return sys.__excepthook__(kind, error, trace)
+        try:
+            if text and os.environ.get('LOCAL_RANK', '0') == '0':
+                print(text, file=sys.stderr, flush=True)
+        except OSError:
+            pass                                        # nobody listens
+        sys.exit(code)
+    def last_words():
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError):                   # else Python complains of it at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    atexit.register(last_words)
+    if hasattr(sys.stdout, 'reconfigure'):
+        sys.stdout.reconfigure(errors='replace')        # an output that has no ± shows a ?
+    if not sys.flags.interactive:
+        sys.excepthook = hook
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message):                           # argparse would print the usage first
+        raise ValueError(f'{message}; python {self.prog} -h explains')
+
+class Progress:
+    """
+    How far the work is and the time left, on stderr: a line rewritten in place on a terminal, a new
+    one every 10 s elsewhere. Called with the amount just done. The label may change on the way.
+    With a unit, say MB, it shows amounts too, in millions.
+    """
+    def __init__(self, total, label='', unit='', done=0):
+        self.total, self.label, self.unit, self.done, self.first = total, label, unit, done, done
+        self.begun = self.shown = time.monotonic()
+
+    def __call__(self, amount):
+        self.done += amount
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        if now - self.shown < (0.5 if terminal else 10):
+            return
+        self.shown, total = now, max(self.total, self.done, 1e-9)
+        rate = max(self.done - self.first, 1e-9) / (now - self.begun)
+        left = timedelta(seconds=round(min((total - self.done) / rate, 1e9)))
+        line = f'{self.done / total:4.0%} | eta {left} | {self.label}'
+        if self.unit:
+            done, total, rate = (f'{x / 1e6:.1f}' for x in (self.done, total, rate))
+            line += f' | {done} of {total} {self.unit} | {rate} {self.unit}/s'
+        print(line[:79].ljust(79), end='\r' if terminal else '\n', file=sys.stderr, flush=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if sys.stderr.isatty():
+            print(' ' * 79, end='\r', file=sys.stderr, flush=True)
+
+@contextmanager
+def atomic(path):
+    """
+    Write to a temporary file and rename it: whoever looks at path sees the old file or the new one,
+    never half of it. If anything fails, a full disk for one, the old one stays.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + '.tmp')
+    try:
+        with open(temporary, 'wb') as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+def save_checkpoint(path, checkpoint):
+    import torch                                        # here: data.py show does without
+    try:
+        with atomic(path) as f:
+            torch.save(checkpoint, f)
+    except (OSError, RuntimeError) as error:            # torch's own word for a full disk
+        raise OSError(f'cannot write {path}: {error}') from error
+
+def read_checkpoint(path):
+    """
+    The dict that train.py saved: 'model' (weights), 'model_config' (tra.Config), 'config' (the
+    settings that make a run what it is), 'run' (the others, free to change), 'step', and what it
+    takes to resume. Only tensors and plain values are read: a file with any other pickled object,
+    which could run code as it is loaded, is refused.
+    """
+    import torch
+    path = Path(path)
+    check(path.is_file(), f'{path} is missing')
+    try:
+        with warnings.catch_warnings(action='ignore'):
+            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:      # a damaged file fails in many ways: zip, pickle, end of file
+        unsafe = isinstance(error, pickle.UnpicklingError) and 'GLOBAL' in str(error)
+        reason = ('is refused: it holds a pickled object, not only tensors and plain values'
+                  if unsafe else
+                  f'cannot be read: damaged, or no checkpoint at all ({type(error).__name__})')
+        raise ValueError(f'{path} {reason}') from None
+    fields = {'model': dict, 'model_config': dict, 'config': dict, 'run': dict, 'step': int}
+    for key, kind in fields.items():
+        check(isinstance(checkpoint, dict) and key in checkpoint,
+              f'{path} is no checkpoint of train.py: it has no {key!r}')
+        check(type(checkpoint[key]) in (kind, OrderedDict),
+              f'{path} is no checkpoint of train.py: its {key!r} is no {kind.__name__}')
+    for name, weight in checkpoint['model'].items():
+        check(isinstance(weight, torch.Tensor) and weight.isfinite().all(),
+              f'{path} is damaged: weight {name!r} is not a tensor of finite numbers')
+    return checkpoint
+
+def pick_machine(device='auto', dtype='auto', compile='auto'):
+    """
+    Where to compute and how: an object with device ('cpu', 'cuda:0', ...), dtype, compile, autocast
+    (a context manager to run the model in) and why, a line that says so. Training and evaluation
+    choose alike, so that their tables agree.
+    """
+    import torch
+    why = dict.fromkeys(('device', 'dtype', 'compile'), 'as told')
+    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
+        check(':' not in device, f'device {device!r} is for one process: torchrun deals the GPUs')
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        why['device'] = 'found one' if device == 'cuda' else 'no CUDA found'
+    if device == 'cuda':
+        device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+    try:
+        if device.startswith('cuda'):                   # first, or each process opens GPU 0 as well
+            torch.cuda.set_device(device)
+            torch.set_float32_matmul_precision('high')  # TF32
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f'device {device!r} does not work here: {reason}') from None
+    kind = torch.device(device).type
+    if dtype == 'auto':
+        has_it = kind == 'cuda' and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype, why['dtype'] = (('bfloat16', 'the GPU has it') if has_it else
+                               ('float32', 'no GPU with bfloat16'))
+    check(dtype in ('float32', 'bfloat16'),
+          f'dtype {dtype!r} is unknown: choose auto, float32 or bfloat16')
+    if compile == 'auto':
+        compile = kind == 'cuda'
+        why['compile'] = ('pays on CUDA' if compile else
+                          "pays on CUDA only; TRA's kernel is compiled anyway")
+    check(isinstance(compile, bool), f'compile {compile!r} is unknown: choose auto, True or False')
+    chosen = {'device': device, 'dtype': dtype, 'compile': compile}
+    return SimpleNamespace(
+        **chosen, why=' | '.join(f'{key} {value} ({why[key]})' for key, value in chosen.items()),
+        autocast=torch.autocast(kind, torch.bfloat16, enabled=dtype == 'bfloat16'))
+
+def keep_freed_memory():
+    """
+    glibc gives large blocks back to the system when they are freed. To ask for them again, page by
+    page, can cost more than what is then done with them: let it keep them.
+    """
+    try:
+        libc = ctypes.CDLL('libc.so.6')
+        libc.mallopt(-3, 2 ** 30)               # M_MMAP_THRESHOLD: smaller ones come from the heap
+        libc.mallopt(-1, 2 ** 31 - 1)           # M_TRIM_THRESHOLD: and stay there
+    except (OSError, AttributeError):
+        pass                                    # not Linux, or another C library
+
 # -----------------------------------------------------------------------------
-# flip-flop (Liu et al. 2023, arXiv 2306.00946): token ids 0 1 are the bits, 2 3 4 the instructions
+# flip-flop (Liu et al. 2023, arXiv 2306.00946): ids 0 1 are the bits, 2 3 4 the instructions
 
 WRITE, IGNORE, READ = 2, 3, 4
 P_IGNORE = {'val': 0.8, 'sparse': 0.98, 'dense': 0.1}      # the published splits
 
-def flipflop(rng, n, length, p_ignore):
+def flipflop(rng, n, lo, length, split, p_ignore, **_):
     """
-    Pairs of an instruction and a bit: write it, ignore it, or read, where the bit is the one written last.
+    Pairs of an instruction and a bit: write it, ignore it, or read: the one written last.
 
         tokens   w 1 i 0 r 1 i 1 w 0 r 0
         targets  - - - - 1 - - - - - 0 -
 
-    The first instruction is w, the last is r; the others are i with p_ignore, else w or r with equal chance.
-    p_ignore is a number, or an array (n, length // 2) with one for each pair.
+    The first instruction is w, the last is r; the others are i with p_ignore, else w or r with
+    equal chance. In the nonstationary split each eighth of a sequence draws its own p_ignore from
+    the published three.
     """
     check(length >= 4 and length % 2 == 0, f'flipflop length {length} must be even and at least 4')
     pairs = length // 2
+    if split == 'nonstationary':
+        p = rng.choice(list(P_IGNORE.values()), (n, 8))
+        p_ignore = p[:, np.arange(pairs) * 8 // pairs]      # (n, pairs)
+    elif split != 'train':
+        p_ignore = P_IGNORE[split]
     u = rng.random((n, pairs))
     instruction = np.where(u < p_ignore, IGNORE, np.where(u < (1 + p_ignore) / 2, WRITE, READ))
     instruction[:, 0], instruction[:, -1] = WRITE, READ
     bit = rng.integers(0, 2, (n, pairs))
     read = instruction == READ
     # the largest index of a write so far is the last write
-    last_write = np.maximum.accumulate(np.where(instruction == WRITE, np.arange(pairs), 0), axis=1)
+    writes = np.where(instruction == WRITE, np.arange(pairs), 0)
+    last_write = np.maximum.accumulate(writes, axis=1)
     bit = np.where(read, np.take_along_axis(bit, last_write, axis=1), bit)
     idx = np.stack((instruction, bit), axis=2).reshape(n, length)
     targets = np.full_like(idx, -1)
     targets[:, ::2] = np.where(read, bit, -1)
     return idx, targets
 
-def nonstationary(rng, n, length, stretches=8):
-    """Flip-flop whose p_ignore changes: each eighth of a sequence draws its own from the published three."""
-    p = rng.choice(list(P_IGNORE.values()), (n, stretches))
-    pairs = length // 2
-    return flipflop(rng, n, length, p[:, np.arange(pairs) * stretches // pairs])
-
 # -----------------------------------------------------------------------------
-# copy, induct and instruct: n sequences of lo to hi symbols each, padded on the right to the width that hi needs.
-# With S symbols, token ids 0 to S-1 are the symbols, S is the separator |, S+1 is padding.
+# copy, induct and instruct: n sequences of lo to hi symbols each, padded on the right to the width
+# that hi needs. With S symbols, token ids 0 to S-1 are the symbols, S is the separator |, S+1 is
+# padding. Every task is called with all settings of make_task and takes those it has a use for.
 
-SYMBOLS = string.ascii_letters + ''.join(map(chr, range(0x4e00, 0x9fa6)))      # past Z come Chinese characters
+SYMBOLS = string.ascii_letters + ''.join(map(chr, range(0x4e00, 0x9fa6)))   # past Z: Chinese
 
-def draw_symbols(rng, n, width, n_symbols, repeats):
+def draw(rng, n, lo, hi, n_symbols, repeats):
+    """Symbols (n, hi), how many of them each row uses (n,), and the separator, a part for pack."""
+    check(repeats or hi <= n_symbols,
+          f'repeats=False needs n_symbols, now {n_symbols}, to be at least the length {hi}')
     if repeats:
-        return rng.integers(0, n_symbols, (n, width))
-    check(width <= n_symbols, f'repeats=False needs n_symbols, now {n_symbols}, to be at least the length {width}')
-    return rng.permuted(np.tile(np.arange(n_symbols), (n, 1)), axis=1)[:, :width]
+        x = rng.integers(0, n_symbols, (n, hi))
+    else:
+        x = rng.permuted(np.tile(np.arange(n_symbols), (n, 1)), axis=1)[:, :hi]
+    return x, rng.integers(lo, hi + 1, n), (np.full((n, 1), n_symbols), 1, False)
 
-def pack(parts, width, pad):
+def pack(parts, pad):
     """
-    Lay ragged parts side by side. A part is (tokens (n, w), how many of them each row uses (n,), is it an answer).
-    Answers are scored: the position before each answer token has that token as its target.
+    Lay ragged parts side by side. A part is (tokens (n, w), how many of them each row uses, is it
+    an answer). Answers are scored: the position before an answer token has it as its target.
     """
-    n = len(parts[0][0])
+    n, width = len(parts[0][0]), sum(tokens.shape[1] for tokens, *_ in parts)
     idx = np.full((n, width), pad)
     scored = np.zeros((n, width), dtype=bool)
     end = np.zeros(n, dtype=int)                        # where each row has got to
     for tokens, used, answer in parts:
+        used = np.broadcast_to(used, n)
         row, col = np.nonzero(np.arange(tokens.shape[1]) < used[:, None])
         idx[row, end[row] + col] = tokens[row, col]
         scored[row, end[row] + col] = answer
@@ -118,143 +319,155 @@ def pack(parts, width, pad):
     targets[:, :-1] = np.where(scored[:, 1:], idx[:, 1:], -1)
     return idx, targets
 
-def copy(rng, n, lo, hi, n_symbols, repeats):
+def copy(rng, n, lo, hi, n_symbols, repeats, **_):
     """
     Symbols, separator, the same symbols again.
 
         tokens   a b c | a b c
         targets  - - - a b c -
     """
-    sep, pad = n_symbols, n_symbols + 1
-    x = draw_symbols(rng, n, hi, n_symbols, repeats)
-    size, one = rng.integers(lo, hi + 1, n), np.ones(n, dtype=int)
-    parts = [(x, size, False), (np.full((n, 1), sep), one, False), (x, size, True)]
-    return pack(parts, 2 * hi + 1, pad)
+    x, size, sep = draw(rng, n, lo, hi, n_symbols, repeats)
+    return pack([(x, size, False), sep, (x, size, True)], pad=n_symbols + 1)
 
-def induct(rng, n, lo, hi, n_symbols, repeats, n_queries):
+def induct(rng, n, lo, hi, n_symbols, repeats, n_queries, **_):
     """
-    Symbols, separator, then a key: which symbol followed it? If the key stands there more than once, its latest place
-    counts (b is followed by d here). n_queries asks as many keys in a row, each followed by its answer:
+    Symbols, separator, then a key: which symbol followed it? If the key stands there more than
+    once, its latest place counts (b is followed by d here). n_queries asks as many keys in a row,
+    each followed by its answer:
 
         tokens   a b c b d | b d a b
         targets  - - - - - - d - b -
 
-    The last symbol has no successor, so it is never a key; the first symbol differs from it, so there always is a key.
+    The last symbol has no successor, so it is never a key; the first symbol differs from it, so
+    there always is a key.
     """
-    sep, pad = n_symbols, n_symbols + 1
-    x = draw_symbols(rng, n, hi, n_symbols, repeats)
-    size, one = rng.integers(lo, hi + 1, n), np.ones(n, dtype=int)
+    x, size, sep = draw(rng, n, lo, hi, n_symbols, repeats)
     last = x[np.arange(n), size - 1]
     if repeats:
         x[:, 0] = (last + rng.integers(1, n_symbols, n)) % n_symbols
     place = np.arange(hi)
-    usable = (place < size[:, None]) & (x != last[:, None])                         # (n, hi)
-    parts = [(x, size, False), (np.full((n, 1), sep), one, False)]
+    usable = (place < size[:, None]) & (x != last[:, None])                 # (n, hi)
+    parts = [(x, size, False), sep]
     for _ in range(n_queries):
         # the largest of random numbers picks one usable place, all with equal chance
         pick = np.where(usable, rng.random((n, hi)), -1).argmax(axis=1)
         key = x[np.arange(n), pick]
         latest = np.where(usable & (x == key[:, None]), place, -1).max(axis=1)
         answer = x[np.arange(n), latest + 1]
-        parts += [(key[:, None], one, False), (answer[:, None], one, True)]
-    return pack(parts, hi + 1 + 2 * n_queries, pad)
+        parts += [(key[:, None], 1, False), (answer[:, None], 1, True)]
+    return pack(parts, pad=n_symbols + 1)
 
 INSTRUCTIONS = '=<^$#%'         # token ids S+2 to S+7, and what they ask for:
 KINDS = ('copy', 'reverse', 'first', 'last', 'count', 'parity')
 ANSWERS = '+01.'                # tick, even, odd, end: token ids S+8 to S+11
 
-def instruct(rng, n, lo, hi, n_symbols, repeats, only=None):
+def instruct(rng, n, lo, hi, n_symbols, repeats, split, **_):
     """
     An instruction, symbols, separator, what the instruction asks for, and an end token:
 
-        copy      = a b c | a b c .         first    ^ a b c | a .         count    # a b c | + + + .
-                  - - - - a b c . -                  - - - - a . -                  - - - - + + + . -
-        reverse   < a b c | c b a .         last     $ a b c | c .         parity   % a b c | 1 .
-                  - - - - c b a . -                  - - - - c . -                  - - - - 1 . -
+        copy      = a b c | a b c .     first    ^ a b c | a .     count    # a b c | + + + .
+                  - - - - a b c . -              - - - - a . -              - - - - + + + . -
+        reverse   < a b c | c b a .     last     $ a b c | c .     parity   % a b c | 1 .
+                  - - - - c b a . -              - - - - c . -              - - - - 1 . -
 
-    Parity is 0 for an even number of symbols and 1 for an odd one. Of no symbols, all but parity answer just the end.
-    Every sequence draws its instruction, unless `only` one of KINDS is wanted.
+    Parity is 0 for an even number of symbols and 1 for an odd one. Of no symbols, all but parity
+    answer just the end. Every sequence draws its instruction, but each has a split of its own too.
     """
-    sep, pad = n_symbols, n_symbols + 1
-    tick, even, end = (pad + 1 + (INSTRUCTIONS + ANSWERS).index(c) for c in '+0.')
-    x = draw_symbols(rng, n, hi, n_symbols, repeats)
-    size, one = rng.integers(lo, hi + 1, (n, 1)), np.ones(n, dtype=int)             # size is (n, 1) to meet x (n, hi)
-    kind = rng.integers(0, len(KINDS), (n, 1)) if only is None else np.full((n, 1), KINDS.index(only))
+    first_mark = n_symbols + 2
+    tick, even, end = (first_mark + (INSTRUCTIONS + ANSWERS).index(c) for c in '+0.')
+    x, used, sep = draw(rng, n, lo, hi, n_symbols, repeats)
+    size = used[:, None]                                                    # (n, 1) to meet x
+    if split in KINDS:
+        kind = np.full((n, 1), KINDS.index(split))
+    else:
+        kind = rng.integers(0, len(KINDS), (n, 1))
     _, is_reverse, is_first, is_last, is_count, is_parity = (kind == k for k in range(len(KINDS)))
     place = np.arange(hi)
-    source = np.select([is_reverse, is_last], [size - 1 - place, size - 1], place)  # answer[j] = x[source[j]]
-    answer = np.take_along_axis(x, np.maximum(source, 0), axis=1)
+    source = np.select([is_reverse, is_last], [size - 1 - place, size - 1], place)
+    answer = np.take_along_axis(x, np.maximum(source, 0), axis=1)           # x[source]
     answer = np.select([is_count, is_parity], [tick, even + size % 2], answer)
-    answer_size = np.select([is_first | is_last, is_parity], [np.minimum(size, 1), 1], size)
-    parts = [(pad + 1 + kind, one, False), (x, size[:, 0], False), (np.full((n, 1), sep), one, False),
-             (answer, answer_size[:, 0], True), (np.full((n, 1), end), one, True)]
-    return pack(parts, 2 * hi + 3, pad)
+    answered = np.select([is_first | is_last, is_parity], [np.minimum(size, 1), 1], size)[:, 0]
+    parts = [(first_mark + kind, 1, False), (x, used, False), sep, (answer, answered, True),
+             (np.full((n, 1), end), 1, True)]
+    return pack(parts, pad=n_symbols + 1)
 
 # -----------------------------------------------------------------------------
 # a task: its vocabulary, its endless training stream, its fixed evaluation sets
 
+class Task(NamedTuple):
+    number: int                 # its own for ever: all its streams and sets follow from it
+    generate: Callable = None   # (rng, n, lo, hi, split=..., **settings) -> idx, targets
+    fewest: int = 1             # symbols
+    splits: tuple = ('val',)    # for evaluation; new ones go last, sets follow from the place too
+    n_lengths: int = 6          # of the evaluation: 1, 2, ... times the training length
+    marks: str = ''             # what there is besides symbols, separator and padding
+
+TASKS = {
+    'flipflop': Task(0, flipflop, splits=(*P_IGNORE, 'nonstationary'), n_lengths=1),
+    'copy': Task(1, copy),
+    'induct': Task(2, induct, fewest=2),
+    'instruct': Task(3, instruct, 0, ('val', *KINDS), 10, INSTRUCTIONS + ANSWERS),
+    'wikitext': Task(4, splits=('val', 'test')),
+}
+TRAIN, EVAL = 0, 1      # first number of every key: no evaluation set is ever trained on
+
 def make_task(name, train_length, *, p_ignore=0.8, n_symbols=26, repeats=True, n_queries=1,
               data_dir='data', dataset='wikitext103', tokenizer='gpt2'):
     """
-    train_length is tokens per sequence for flipflop, the window for wikitext, and the largest number of symbols for the
-    others. Those are tested in buckets as wide as the training range: after training to 50, length 100 means 51 to 100.
+    train_length is tokens per sequence for flipflop, the window for wikitext, and the largest
+    number of symbols for the others. Those are tested in buckets as wide as the training range:
+    after training to 50, length 100 means 51 to 100.
     """
     check(name in TASKS, f'task {name!r} is unknown: choose from {", ".join(TASKS)}')
     check(0 <= p_ignore <= 1, f'p_ignore {p_ignore} is a probability: choose it between 0 and 1')
-    check(2 <= n_symbols <= len(SYMBOLS), f'n_symbols {n_symbols} must be between 2 and {len(SYMBOLS)}')
+    check(2 <= n_symbols <= len(SYMBOLS),
+          f'n_symbols {n_symbols} must be between 2 and {len(SYMBOLS)}')
     check(n_queries >= 1, f'n_queries {n_queries} must be at least 1')
-
     if name == 'wikitext':
         task = WikiText(train_length, data_dir, dataset, tokenizer)
-    elif name == 'flipflop':
-        def sample(rng, n, length, split):
-            if split == 'nonstationary':
-                return nonstationary(rng, n, length)
-            return flipflop(rng, n, length, p_ignore if split == 'train' else P_IGNORE[split])
-        task = Synthetic(name, train_length, list('01wir'), (*P_IGNORE, 'nonstationary'), (train_length,), sample)
     else:
-        generate = {'copy': copy, 'induct': partial(induct, n_queries=n_queries), 'instruct': instruct}[name]
-        fewest = {'copy': 1, 'induct': 2, 'instruct': 0}[name]
-        def sample(rng, n, length, split):
-            check(length >= max(1, fewest), f'{name} length {length} must be at least {max(1, fewest)}')
-            lo = fewest if length <= train_length else max(fewest, length - train_length + 1)
-            only = {'only': split} if split in KINDS else {}
-            return generate(rng, n, lo, length, n_symbols, repeats, **only)
-        chars = [*SYMBOLS[:n_symbols], '|', '']         # padding prints as nothing
-        if name == 'instruct':
-            chars += INSTRUCTIONS + ANSWERS
-        lengths = [train_length * (i + 1) for i in range(10 if name == 'instruct' else 6)]
-        lengths = tuple(length for length in lengths if repeats or length <= n_symbols)
-        task = Synthetic(name, train_length, chars, ('val', *KINDS) if name == 'instruct' else ('val',), lengths, sample)
-    task.batch(seed=0, step=0, batch_size=1)            # a length that cannot be should fail here, not later
+        task = Synthetic(name, train_length, p_ignore=p_ignore, n_symbols=n_symbols,
+                         repeats=repeats, n_queries=n_queries)
+    task.batch(seed=0, step=0, batch_size=1)    # a length that cannot be fails here, not later
     return task
 
-@dataclass
-class Synthetic:
-    name: str
-    train_length: int
-    chars: list                 # how each token id prints
-    splits: tuple               # the evaluation splits
-    lengths: tuple              # the lengths to evaluate unless told otherwise
-    sample: Callable            # (rng, n, length, split) -> idx, targets
+def check_split(task, split):
+    check(split in task.splits,
+          f'split {split!r} of {task.name} is unknown: choose from {", ".join(task.splits)}')
 
-    @property
-    def vocab_size(self):
-        return len(self.chars)
+class Synthetic:
+    def __init__(self, name, train_length, **settings):
+        self.name, self.train_length, self.settings = name, train_length, settings
+        self.number, self.generate, self.fewest, self.splits, n_lengths, marks = TASKS[name]
+        n_symbols = settings['n_symbols']
+        # how each token id prints, padding as nothing
+        self.chars = (list('01wir') if name == 'flipflop' else
+                      [*SYMBOLS[:n_symbols], '|', '', *marks])
+        self.vocab_size = len(self.chars)
+        most = math.inf if settings['repeats'] else max(n_symbols, train_length)
+        lengths = (train_length * i for i in range(1, n_lengths + 1))
+        self.lengths = tuple(length for length in lengths if length <= most)
+
+    def sample(self, key, n, length, split):
+        at_least = max(1, self.fewest)
+        check(length >= at_least, f'{self.name} length {length} must be at least {at_least}')
+        lo = length - self.train_length + 1 if length > self.train_length else 0
+        return self.generate(np.random.default_rng(key), n, max(lo, self.fewest), length,
+                             split=split, **self.settings)
 
     def batch(self, seed, step, batch_size):
-        rng = np.random.default_rng([TRAIN, TASKS.index(self.name), seed, step])
-        return self.sample(rng, batch_size, self.train_length, 'train')
+        key = [TRAIN, self.number, seed, step]
+        return self.sample(key, batch_size, self.train_length, 'train')
 
     def eval_batches(self, split, length, n, batch_tokens=65536, seed=0):
-        """The first n sequences of a fixed set, in batches of at most batch_tokens (but at least one sequence)."""
+        """The first n sequences of a fixed set, in batches of at most batch_tokens (or one)."""
         check_split(self, split)
         def rows():
-            # made in chunks that depend on the length alone, so neither n nor the batch size changes any sequence
+            # in chunks that depend on the length alone: neither n nor batch_tokens changes them
             chunk_size = max(1, 16384 // max(1, length))
             for chunk in count():
-                key = [EVAL, TASKS.index(self.name), self.splits.index(split), length, chunk, seed]
-                yield from zip(*self.sample(np.random.default_rng(key), chunk_size, length, split))
+                key = [EVAL, self.number, self.splits.index(split), length, chunk, seed]
+                yield from zip(*self.sample(key, chunk_size, length, split))
         batch = []
         for i, row in enumerate(islice(rows(), n)):
             batch.append(row)
@@ -269,12 +482,12 @@ class Synthetic:
     def encode(self, text):
         ids = {c: i for i, c in enumerate(self.chars)}
         for c in text:
-            check(c in ids, f'{c!r} is not a token of {self.name}, whose tokens are {"".join(self.chars)[:80]}')
+            check(c in ids, f'{c!r} is not a token of {self.name}, whose tokens are '
+                            f'{"".join(self.chars)[:80]}')
         return [ids[c] for c in text]
 
 class WikiText:
-    name = 'wikitext'
-    splits = ('val', 'test')
+    name, splits = 'wikitext', TASKS['wikitext'].splits
     lengths = (128, 256, 512, 1024, 2048, 4096)
 
     def __init__(self, train_length, data_dir, dataset, tokenizer):
@@ -282,31 +495,36 @@ class WikiText:
         folder = bin_folder(data_dir, dataset, tokenizer)
         self.meta = read_meta(folder)
         if self.meta is None:
-            command = f'python data.py {dataset}' + (f' --tokenizer={tokenizer}' if tokenizer != 'gpt2' else '')
+            command = f'python data.py {dataset}'
+            command += f' --tokenizer={tokenizer}' if tokenizer != 'gpt2' else ''
             command += f' --data_dir={data_dir}' if str(data_dir) != 'data' else ''
             raise FileNotFoundError(f'no complete data in {folder}: run {command}')
         self.vocab_size = self.meta['vocab_size']
-        self.data = {split: np.memmap(folder / f'{split}.bin', dtype=np.uint16, mode='r') for split in BINS}
+        self.data = {split: np.memmap(folder / f'{split}.bin', np.uint16, 'r') for split in BINS}
+        for split, tokens in self.data.items():
+            check(tokens.max() < self.vocab_size, f'{folder}/{split}.bin is damaged: token '
+                  f'{tokens.max()} in a vocabulary of {self.vocab_size}; remove {folder}')
 
     def tokens(self, split):
         return self.data[split]
 
     def windows(self, split, starts, length):
-        x = self.data[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)     # (B, length + 1)
-        return x[:, :-1], x[:, 1:]
+        x = self.data[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
+        return x[:, :-1], x[:, 1:]                                          # (B, length) each
 
     def last_start(self, split, length):
         size = len(self.data[split])
-        check(1 <= length < size, f'wikitext length {length} must be at least 1 and below the {size} tokens of {split}')
+        check(1 <= length < size,
+              f'wikitext length {length} must be at least 1 and below the {size} tokens of {split}')
         return size - length - 1
 
     def batch(self, seed, step, batch_size):
-        rng = np.random.default_rng([TRAIN, TASKS.index(self.name), seed, step])
-        starts = rng.integers(0, self.last_start('train', self.train_length) + 1, batch_size)
-        return self.windows('train', starts, self.train_length)
+        rng = np.random.default_rng([TRAIN, TASKS['wikitext'].number, seed, step])
+        last = self.last_start('train', self.train_length)
+        return self.windows('train', rng.integers(0, last + 1, batch_size), self.train_length)
 
     def eval_batches(self, split, length, n, batch_tokens=65536, seed=0):
-        """n windows spaced evenly over the split. There is only one such set, so seed changes nothing."""
+        """n windows spaced evenly over the split. There is only one such set, whatever the seed."""
         check_split(self, split)
         starts = np.linspace(0, self.last_start(split, length), n).astype(np.int64)
         rows = max(1, batch_tokens // length)
@@ -319,103 +537,83 @@ class WikiText:
     def encode(self, text):
         return load_tokenizer(self.tokenizer)[1](text)
 
-def check_split(task, split):
-    check(split in task.splits, f'split {split!r} of {task.name} is unknown: choose from {", ".join(task.splits)}')
-
 # -----------------------------------------------------------------------------
 # WikiText: download, verify, tokenise
 
+HUB = 'https://huggingface.co/datasets'
 SOURCES = {
     'wikitext103': {
         'sha256': '91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794',
         'mirrors': ['https://wikitext.smerity.com/wikitext-103-raw-v1.zip',
-                    'https://huggingface.co/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip']},
+                    f'{HUB}/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip']},
     'wikitext2': {
         'sha256': 'ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11',
-        'mirrors': ['https://huggingface.co/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip',
+        'mirrors': [f'{HUB}/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip',
                     'https://wikitext.smerity.com/wikitext-2-raw-v1.zip']},
 }
 TOKENIZERS = ('gpt2', 'bytes')
-BINS = {'train': 'train', 'val': 'valid', 'test': 'test'}      # our split: theirs, as in wiki.valid.raw
+BINS = {'train': 'train', 'val': 'valid', 'test': 'test'}       # our split: theirs, in wiki.X.raw
 USER_AGENT = 'nanoTRA-data/1.0'         # one mirror refuses Python's default
-TIMEOUT = (10, 30)                      # seconds to connect, and without a byte before a server counts as stalled
+TIMEOUT = (10, 30)                      # seconds to connect, and without a byte: a stalled server
 TRIES = 5                               # in a row that bring nothing new, before the next mirror
 BACKOFF = 1.0                           # seconds before the second try, doubling
 
 def load_tokenizer(name):
     """(vocab_size, encode(text) -> list of int, decode(list of int) -> text)"""
     if name == 'bytes':
-        return 256, lambda text: list(text.encode()), lambda tokens: bytes(tokens).decode(errors='replace')
+        return 256, lambda text: list(text.encode()), lambda x: bytes(x).decode(errors='replace')
     try:
         import tiktoken
         gpt2 = tiktoken.get_encoding('gpt2')
     except (ImportError, OSError, ValueError) as error:
-        raise ValueError(f'cannot load the gpt2 tokenizer ({type(error).__name__}): pip install tiktoken; if offline, '
-                         'set TIKTOKEN_CACHE_DIR to a folder that has its files; or use --tokenizer=bytes') from error
+        raise ValueError(f'cannot load the gpt2 tokenizer ({type(error).__name__}): pip install '
+                         'tiktoken; if offline, set TIKTOKEN_CACHE_DIR to a folder that has its '
+                         'files; or use --tokenizer=bytes') from error
     return gpt2.n_vocab, gpt2.encode_ordinary, gpt2.decode
 
-class Progress:
-    """Amount, rate and time left: one line rewritten in place on a terminal, a new line every 10 s elsewhere."""
-    def __init__(self, label, total, done=0):
-        self.label, self.total, self.first = label, total, done
-        self.begun = self.shown = time.monotonic()
-
-    def __call__(self, done):
-        now, tty = time.monotonic(), sys.stdout.isatty()
-        if now - self.shown < (0.2 if tty else 10) and done != self.total:
-            return
-        self.shown = now
-        rate = (done - self.first) / max(now - self.begun, 1e-6)
-        left = max(0, self.total - done) / max(rate, 1)
-        line = f'{self.label}: {done / 1e6:.1f} of {self.total / 1e6:.1f} MB | {rate / 1e6:.1f} MB/s | '
-        line += f'eta {timedelta(seconds=int(left))}'
-        print(line.ljust(79), end='\r' if tty and done != self.total else '\n', flush=True)
-
 def sha256(path):
-    digest = hashlib.sha256()
     with open(path, 'rb') as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, 'sha256').hexdigest()
 
 def fetch(url, part):
-    """Download url into the file part, going on from what is there; requests.RequestException when it gives up."""
+    """Download url into the file part, going on from what is there; raises when it gives up."""
     import requests
     best, tries = 0, 0
     while True:
         have = part.stat().st_size if part.exists() else 0
         if have > best:
-            best, tries = have, 0               # the last try brought something: a long file may be cut many times
+            best, tries = have, 0       # that brought something: a long file may be cut many times
         headers = {'User-Agent': USER_AGENT, 'Accept-Encoding': 'identity'}
         if have:
             headers['Range'] = f'bytes={have}-'
         try:
             with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
-                if answer.status_code == 416:   # nothing after what we have: the checksum tells whether it is the file
+                if answer.status_code == 416:   # nothing after what we have: see the checksum
                     return
                 answer.raise_for_status()
                 if not answer.headers.get('Content-Range', '').startswith(f'bytes {have}-'):
-                    have = 0                    # the server ignores Range and sends everything again
-                total = have + int(answer.headers.get('Content-Length', 0))
-                progress = Progress(part.stem, total, have)
-                with open(part, 'ab' if have else 'wb') as f:
+                    have = 0                    # the server ignores Range and sends all again
+                length = answer.headers.get('Content-Length', '')
+                total = have + (int(length) if length.isdecimal() else 0)
+                with (open(part, 'ab' if have else 'wb') as f,
+                      Progress(total, part.stem, 'MB', have) as progress):
                     for block in answer.iter_content(1 << 16):
                         f.write(block)
-                        progress(f.tell())
+                        progress(len(block))
             if part.stat().st_size >= total:
                 return
-            raise requests.ConnectionError('the connection closed early')           # which old versions let pass
+            raise requests.ConnectionError('the connection closed early')
         except requests.RequestException as error:
             status = error.response.status_code if error.response is not None else 500
             tries += 1
-            if tries == TRIES or (status < 500 and status not in (408, 429)):       # asking again will not help
-                raise
+            if tries == TRIES or (status < 500 and status not in (408, 429)):
+                raise                           # asking again will not help
             wait = BACKOFF * 2 ** (tries - 1)
             print(f'next try in {wait:.0f} s: {str(error)[:100]}', flush=True)
             time.sleep(wait)
 
 def download(dataset, data_dir):
-    """The path of the official zip, fetched from the first mirror whose bytes have the right checksum."""
+    """The path of the official zip, from the first mirror whose bytes have the right checksum."""
     import requests
     mirrors, expected = SOURCES[dataset]['mirrors'], SOURCES[dataset]['sha256']
     path = Path(data_dir) / mirrors[0].rsplit('/', 1)[-1]
@@ -428,7 +626,7 @@ def download(dataset, data_dir):
         print(f'downloading {url}', flush=True)
         try:
             fetch(url, part)
-        except requests.RequestException as error:
+        except (requests.RequestException, ValueError) as error:    # ValueError: an odd redirect
             answers.append(f'{url} failed, {str(error)[:100]}')
             continue
         found = sha256(part)
@@ -437,90 +635,95 @@ def download(dataset, data_dir):
             return path
         part.unlink()
         answers.append(f'{url} sent a file with the wrong sha256 {found[:12]}...')
-    raise ValueError(f'no mirror delivered {dataset}: {"; ".join(answers)}; if you have it already, use --from=PATH')
+    raise ValueError(f'no mirror delivered {dataset}: {"; ".join(answers)}; '
+                     'if you have it already, use --from=PATH')
 
 def find_texts(path):
-    """{split: (function that opens the text, its size)} of a zip or a folder. Nothing is ever extracted."""
+    """{split: (function that opens it, its size)} of a zip or a folder. Nothing is extracted."""
     if path.is_dir():
-        files = {p.name: (partial(open, p, 'rb'), p.stat().st_size) for p in path.iterdir()}
+        files = [(p.name, p.stat().st_size, partial(open, p, 'rb')) for p in path.iterdir()]
     else:
         archive = zipfile.ZipFile(path)
-        files = {info.filename: (partial(archive.open, info), info.file_size) for info in archive.infolist()}
-        for name in files:
-            inside = not name.startswith(('/', '\\')) and ':' not in name and '..' not in re.split(r'[/\\]', name)
-            check(inside, f'{path} is refused: it holds {name!r}, a path outside its own folder')
-    found = {PurePosixPath(name).name: file for name, file in files.items() if file[1] > 0}
-    texts = {split: found.get(f'wiki.{x}.raw') or found.get(f'wiki.{x}.tokens') for split, x in BINS.items()}
-    for split, x in BINS.items():
-        check(texts[split], f'{path} holds no wiki.{x}.raw or wiki.{x}.tokens with text in it')
+        files = [(x.filename, x.file_size, partial(archive.open, x)) for x in archive.infolist()]
+        for x in archive.infolist():
+            inside = not re.search(r'^[/\\]|:|(^|[/\\])\.\.([/\\]|$)', x.filename)
+            check(inside and not stat.S_ISLNK(x.external_attr >> 16), f'{path} is refused: '
+                  f'it holds {x.filename!r}, a path outside its own folder or a link')
+    texts = {}
+    for split, theirs in BINS.items():
+        for name in (f'wiki.{theirs}.raw', f'wiki.{theirs}.tokens'):
+            found = [(open_it, size) for path_in, size, open_it in files
+                     if PurePosixPath(path_in).name == name and size > 0]
+            check(len(found) < 2, f'{path} is refused: it holds {name} more than once')
+            if found:
+                texts.setdefault(split, found[0])
+        check(split in texts, f'{path} holds no wiki.{theirs}.raw or .tokens with text in it')
     return texts
 
 def pieces(stream, size=1 << 20):
     """
-    The text in pieces of about size bytes, so that memory stays bounded. Cuts fall only between a printable ASCII
-    character and a space: GPT-2's pattern never joins those two, so the pieces give the same tokens as the whole.
+    The text in pieces of about size characters, so that memory stays bounded. Cuts fall where
+    GPT-2's pattern ends a token whatever surrounds it, so the pieces give the tokens of the whole:
+    before white space that follows none, and between a letter and punctuation.
     """
-    rest = b''
-    while block := stream.read(size):
-        rest += block
-        cut = re.match(rb'(?s).*[!-~](?= )', rest)
+    text, rest = io.TextIOWrapper(stream, 'utf-8', newline=''), []
+    while block := text.read(size):
+        cut = re.match(r'(?s).*(?:\S(?=[ \n])|[^\W\d_](?=[!-/、。，！？]))', block)
+        rest.append(cut[0] if cut else block)
         if cut:
-            yield cut[0]
-            rest = rest[cut.end():]
-    yield rest
+            yield ''.join(rest)
+            rest = [block[cut.end():]]
+    yield ''.join(rest)
 
 def bin_folder(data_dir, dataset, tokenizer):
-    check(dataset in SOURCES, f'dataset {dataset!r} is unknown: choose from {", ".join(SOURCES)}')
-    check(tokenizer in TOKENIZERS, f'tokenizer {tokenizer!r} is unknown: choose from {", ".join(TOKENIZERS)}')
+    for what, name, names in (('dataset', dataset, SOURCES), ('tokenizer', tokenizer, TOKENIZERS)):
+        check(name in names, f'{what} {name!r} is unknown: choose from {", ".join(names)}')
     return Path(data_dir) / f'{dataset}-{tokenizer}'
 
 def read_meta(folder):
     """What prepare wrote about the folder, or None unless all of it is there."""
     try:
         meta = json.loads((folder / 'meta.json').read_text())
-        whole = all((folder / f'{split}.bin').stat().st_size == 2 * meta['tokens'][split] for split in BINS)
-    except (FileNotFoundError, KeyError, json.JSONDecodeError):
+        whole = type(meta['vocab_size']) is int and all(
+            type(meta['bytes'][split]) is int and
+            (folder / f'{split}.bin').stat().st_size == 2 * meta['tokens'][split] for split in BINS)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return meta if whole else None
 
-@contextmanager
-def atomic(path):
-    """Write to a temporary file and rename it: whoever looks at path sees all of it or nothing."""
-    temporary = path.with_name(path.name + '.tmp')
-    with open(temporary, 'wb') as f:
-        yield f
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-
 def prepare(dataset, tokenizer='gpt2', data_dir='data', source=None):
-    """Write train.bin, val.bin and test.bin (uint16 tokens), and then meta.json, which marks the folder complete."""
+    """Write train.bin, val.bin and test.bin (uint16), then meta.json: the folder is complete."""
     folder = bin_folder(data_dir, dataset, tokenizer)
     if meta := read_meta(folder):
         counts = ', '.join(f'{split} {meta["tokens"][split]:,}' for split in BINS)
         print(f'{folder} is already there ({counts} tokens); remove it to make it again')
         return
-    check(not source or Path(source).exists(), f'--from={source} does not exist: give a zip or a folder')
-    vocab_size, encode, _ = load_tokenizer(tokenizer)               # before the download, in case it fails
+    check(not source or Path(source).exists(),
+          f'--from={source} does not exist: give a zip or a folder')
+    vocab_size, encode, _ = load_tokenizer(tokenizer)       # before the download, in case it fails
     path = Path(source) if source else download(dataset, data_dir)
     meta = {'dataset': dataset, 'tokenizer': tokenizer, 'vocab_size': vocab_size,
             'source': 'local' if source else SOURCES[dataset]['sha256'], 'tokens': {}, 'bytes': {}}
+    what = 'a name'
     try:
         texts = find_texts(path)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / 'meta.json').unlink(missing_ok=True)
         for split, (open_text, size) in texts.items():
-            progress, n_tokens, n_bytes = Progress(f'tokenising {split}', size), 0, 0
-            with open_text() as stream, atomic(folder / f'{split}.bin') as f:
+            what, n_tokens, n_bytes = f'the {split} text', 0, 0
+            with (open_text() as stream, atomic(folder / f'{split}.bin') as f,
+                  Progress(size, f'tokenising {split}', 'MB') as progress):
                 for piece in pieces(stream):
-                    tokens = np.array(encode(piece.decode()), dtype=np.uint16)
+                    tokens = np.array(encode(piece), dtype=np.uint16)
                     f.write(tokens.tobytes())
-                    n_tokens, n_bytes = n_tokens + len(tokens), n_bytes + len(piece)
-                    progress(n_bytes)
+                    here = len(piece.encode())
+                    n_tokens, n_bytes = n_tokens + len(tokens), n_bytes + here
+                    progress(here)
             meta['tokens'][split], meta['bytes'][split] = n_tokens, n_bytes
-            print(f'wrote {folder}/{split}.bin: {n_tokens:,} tokens of {n_bytes:,} bytes of text', flush=True)
+            print(f'wrote {folder}/{split}.bin: {n_tokens:,} tokens of {n_bytes:,} bytes of text',
+                  flush=True)
     except UnicodeDecodeError as error:
-        raise ValueError(f'the {split} text of {path} is not UTF-8: {error.reason}') from error
+        raise ValueError(f'{what} of {path} is not UTF-8: {error.reason}') from error
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise ValueError(f'{path} is not a zip that can be read: {error}') from error
     with atomic(folder / 'meta.json') as f:
@@ -530,7 +733,7 @@ def prepare(dataset, tokenizer='gpt2', data_dir='data', source=None):
 # command line
 
 def show(args):
-    settings = {key: value for key, value in vars(args).items() if key in make_task.__kwdefaults__}
+    settings = {key: getattr(args, key) for key in make_task.__kwdefaults__}
     check(args.n >= 1, f'--n={args.n} must be at least 1')
     check(args.seed >= 0, f'--seed={args.seed} must be at least 0')
     task = make_task(args.task, args.train_length or args.length, **settings)
@@ -544,46 +747,41 @@ def show(args):
             sample = {'tokens': tokens.tolist(), 'targets': target.tolist(), 'text': text}
             print(json.dumps(sample, ensure_ascii=False) if args.json else text)
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):                   # argparse would print the usage first
-        self.exit(2, f'data.py: {" ".join(message.split())}; python data.py -h explains\n')
-
 def boolean(text):
     return ('false', 'true').index(text.lower()) == 1
 
 def main():
-    parser = Parser(prog='data.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog='data.py', description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True, metavar='command')
-    defaults = argparse.ArgumentDefaultsHelpFormatter           # a formatter that adds the defaults to the help
-    add_command = partial(commands.add_parser, formatter_class=defaults, allow_abbrev=False)
-    command = add_command('show', help='print samples of a task')
-    command.add_argument('task', choices=TASKS)
-    command.add_argument('--split', default='train', help='train, val; also test, or sparse, dense, nonstationary')
-    command.add_argument('--n', type=int, default=5, help='how many samples')
-    command.add_argument('--length', type=int, default=32, help='tokens (flipflop, wikitext) or most symbols (others)')
-    command.add_argument('--train_length', type=int, help='--length=100 --train_length=50 shows the bucket 51 to 100')
-    command.add_argument('--seed', type=int, default=0, help='of the training stream; in the other splits 0 is the set '
-                         'that evaluation uses, another number another set (wikitext has but one)')
-    command.add_argument('--json', action='store_true', help='one JSON object a line, with tokens and targets')
+    defaults = argparse.ArgumentDefaultsHelpFormatter       # adds the defaults to the help
+    add_command = partial(commands.add_parser, formatter_class=defaults)
+    add = add_command('show', help='print samples of a task').add_argument
+    add('task', choices=TASKS)
+    add('--split', default='train', help='train, val; also test, or sparse, dense, nonstationary')
+    add('--n', type=int, default=5, help='how many samples')
+    add('--length', type=int, default=32,
+        help='tokens (flipflop, wikitext) or most symbols (others)')
+    add('--train_length', type=int,
+        help='--length=100 --train_length=50 shows the bucket 51 to 100')
+    add('--seed', type=int, default=0, help='of the training stream; in the other splits 0 is the '
+        'set that evaluation uses, another number another set (wikitext has but one)')
+    add('--json', action='store_true', help='one JSON object a line, with tokens and targets')
     for key, default in make_task.__kwdefaults__.items():
         kind = boolean if default is True else type(default)
-        command.add_argument(f'--{key}', type=kind, default=default, help='as in train.py')
+        add(f'--{key}', type=kind, default=default, help='as in train.py')
     for dataset in SOURCES:
-        command = add_command(dataset, help=f'get {dataset} and tokenise it')
-        command.add_argument('--from', dest='source', metavar='PATH', help='a zip or folder to take '
-                             'wiki.{train,valid,test}.{raw,tokens} from, not the network')
-        command.add_argument('--tokenizer', default='gpt2', help=' or '.join(TOKENIZERS))
-        command.add_argument('--data_dir', default='data', help='where the zip and the tokens go')
+        add = add_command(dataset, help=f'get {dataset} and tokenise it').add_argument
+        add('--from', dest='source', metavar='PATH', help='a zip or folder to take '
+            'wiki.{train,valid,test}.{raw,tokens} from, not the network')
+        add('--tokenizer', default='gpt2', help=' or '.join(TOKENIZERS))
+        add('--data_dir', default='data', help='where the zip and the tokens go')
     args = parser.parse_args()
-    try:
-        if args.command == 'show':
-            show(args)
-        else:
-            prepare(args.command, args.tokenizer, args.data_dir, args.source)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f'data.py: {" ".join(str(error).split())}\n')
-    except KeyboardInterrupt:
-        parser.exit(130, '\nstopped; the same command goes on from here\n')
+    if args.command == 'show':
+        show(args)
+    else:
+        prepare(args.command, args.tokenizer, args.data_dir, args.source)
 
 if __name__ == '__main__':
+    one_line_errors('data.py', 'stopped; the same command goes on from here')
     main()

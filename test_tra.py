@@ -8,8 +8,10 @@ threshold is a step: two summation orders can disagree on a score that rounds to
 every count to its left shifts by one. So equality is asserted in float64, or in float32 on fixed
 seeds.
 """
+import ast
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import http.server
 import io
@@ -18,6 +20,7 @@ import math
 import os
 import random
 import re
+import resource
 import runpy
 import signal
 import subprocess
@@ -25,6 +28,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -40,8 +44,9 @@ from data import make_task
 from tra import Config, Decoder, tra_blockwise, tra_dense
 
 ROOT = Path(__file__).resolve().parent
-SHARED = ROOT.parent / 'shared' / 'data'
-needs_text = pytest.mark.skipif(not SHARED.exists(), reason='the folder shared/data is not there')
+TEXTS = Path(os.environ.get('NANOTRA_TEXT', 'nowhere'))
+needs_text = pytest.mark.skipif(not TEXTS.exists(), reason='set NANOTRA_TEXT to a folder that has '
+                                'wikitext-2/, wikitext-103-raw/ and tiktoken_cache/: see README.md')
 ATTENTIONS = tra.ATTENTIONS
 
 @pytest.fixture(autouse=True)
@@ -646,7 +651,7 @@ def test_bad_configs():
             Config(vocab_size=5, **options)
         assert all(word in str(error.value) for word in words) and '\n' not in str(error.value)
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # data.py: the simulators and solvers are plain Python on decoded text
 
 SYNTHETIC = {'flipflop': 32, 'copy': 10, 'induct': 10, 'instruct': 10}
@@ -659,16 +664,17 @@ def evaluation_set(task, split, length, n, **kwargs):
 
 
 def texts_and_answers(task, idx, targets):
-    """Each row as text, and what is scored as {position that predicts: character}; the text has no padding inside."""
+    """Each row as text without padding, and what is scored: {position that predicts: character}."""
     for row, target in zip(idx, targets):
-        yield task.decode(row), {t: task.decode([token]) for t, token in enumerate(target.tolist()) if token != -1}
+        scored = [(t, token) for t, token in enumerate(target.tolist()) if token != -1]
+        yield task.decode(row), {t: task.decode([token]) for t, token in scored}
 
 
 def data_py(*args, **env):
-    return subprocess.run([sys.executable, 'data.py', *map(str, args)], cwd=ROOT, env={**os.environ, **env},
-                          capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, 'data.py', *map(str, args)], cwd=ROOT, text=True,
+                          env={**os.environ, **env}, capture_output=True, timeout=60)
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the synthetic tasks, against simulators
 
 
@@ -691,10 +697,12 @@ def within_3_sigma(hits, n, p):
     return abs(hits - n * p) <= 3 * (n * p * (1 - p)) ** 0.5
 
 
-@pytest.mark.parametrize('split, p', [('train', 0.7), ('val', 0.8), ('sparse', 0.98), ('dense', 0.1), ('nonstationary', None)])
+@pytest.mark.parametrize('split, p', [('train', 0.7), ('val', 0.8), ('sparse', 0.98),
+                                      ('dense', 0.1), ('nonstationary', None)])
 def test_flipflop_against_simulator(split, p):
     task = make_task('flipflop', 128, p_ignore=0.7)
-    idx, targets = task.batch(3, 5, 2000) if split == 'train' else evaluation_set(task, split, 128, 2000)
+    idx, targets = (task.batch(3, 5, 2000) if split == 'train' else
+                    evaluation_set(task, split, 128, 2000))
     assert idx.shape == targets.shape == (2000, 128) and idx.dtype == targets.dtype == np.int64
     middle, bits = '', ''
     for text, scored in texts_and_answers(task, idx, targets):
@@ -705,7 +713,7 @@ def test_flipflop_against_simulator(split, p):
     if p is not None:
         for instruction, share in (('i', p), ('w', (1 - p) / 2), ('r', (1 - p) / 2)):
             assert within_3_sigma(middle.count(instruction), len(middle), share), instruction
-    else:       # the density of a stretch of 8 pairs varies far more than one p would allow, and averages the three
+    else:       # the density of a stretch of 8 pairs varies far more than one p would allow
         ignored = (idx[:, 16:112:2] == task.encode('i')).reshape(2000, 6, 8).mean(axis=2)
         assert abs(ignored.mean() - (0.8 + 0.98 + 0.1) / 3) < 0.02 and ignored.std() > 0.3
         assert (ignored <= 0.25).mean() > 0.2 and (ignored == 1).mean() > 0.2
@@ -725,7 +733,7 @@ def test_flipflop_any_even_length():
 
 
 def solve(name, text):
-    """(number of symbols, {position that predicts: character}) of a sequence, from its question alone."""
+    """(number of symbols, {position that predicts: character}), from the question alone."""
     question, rest = text.split('|')
     if name == 'copy':
         assert rest == question
@@ -739,23 +747,26 @@ def solve(name, text):
             assert rest[i + 1] == question[where + 1]
         return len(question), expected
     kind, x = question[0], question[1:]
-    answer = {'=': x, '<': x[::-1], '^': x[:1], '$': x[-1:], '#': '+' * len(x), '%': '01'[len(x) % 2]}[kind] + '.'
-    assert rest == answer
-    return len(x), {len(question) + i: c for i, c in enumerate(answer)}
-
-OPTIONS = [('copy', {}), ('copy', dict(repeats=False)), ('induct', {}), ('induct', dict(repeats=False, n_queries=3)),
-           ('induct', dict(n_symbols=2, n_queries=4)), ('instruct', {}), ('instruct', dict(n_symbols=100, repeats=False))]
+    answers = {'=': x, '<': x[::-1], '^': x[:1], '$': x[-1:], '#': '+' * len(x),
+               '%': '01'[len(x) % 2]}
+    assert rest == answers[kind] + '.'
+    return len(x), {len(question) + i: c for i, c in enumerate(rest)}
 
 
-@pytest.mark.parametrize('name, options', OPTIONS)
+@pytest.mark.parametrize('name, options', [
+    ('copy', {}), ('copy', dict(repeats=False)), ('induct', {}),
+    ('induct', dict(repeats=False, n_queries=3)), ('induct', dict(n_symbols=2, n_queries=4)),
+    ('instruct', {}), ('instruct', dict(n_symbols=100, repeats=False))])
 def test_answers_lengths_and_buckets(name, options):
     task = make_task(name, 10, **options)
     fewest = {'copy': 1, 'induct': 2, 'instruct': 0}[name]
     m = options.get('n_queries', 1)
     for length, lo in [('train', fewest), (7, fewest), (10, fewest), (20, 11), (26, 17)]:
-        idx, targets = task.batch(0, 0, 2000) if length == 'train' else evaluation_set(task, 'val', length, 2000)
+        idx, targets = (task.batch(0, 0, 2000) if length == 'train' else
+                        evaluation_set(task, 'val', length, 2000))
         hi = 10 if length == 'train' else length
-        assert idx.shape == targets.shape == (2000, {'copy': 2 * hi + 1, 'induct': hi + 1 + 2 * m, 'instruct': 2 * hi + 3}[name])
+        width = {'copy': 2 * hi + 1, 'induct': hi + 1 + 2 * m, 'instruct': 2 * hi + 3}[name]
+        assert idx.shape == targets.shape == (2000, width)
         assert idx.min() >= 0 and idx.max() < task.vocab_size
         sizes, kinds = [], []
         for (text, scored), row in zip(texts_and_answers(task, idx, targets), idx):
@@ -769,7 +780,8 @@ def test_answers_lengths_and_buckets(name, options):
             sizes.append(n)
             kinds.append(text[0])
         counts = [sizes.count(n) for n in range(lo, hi + 1)]
-        assert sum(counts) == 2000 and all(abs(c - 2000 / len(counts)) < 5 * (2000 / len(counts)) ** 0.5 for c in counts)
+        expected = 2000 / len(counts)
+        assert sum(counts) == 2000 and all(abs(c - expected) < 5 * expected ** 0.5 for c in counts)
         if name == 'instruct':
             assert all(abs(kinds.count(k) - 2000 / 6) < 100 for k in '=<^$#%')
 
@@ -784,11 +796,14 @@ def test_instruct_has_a_split_for_each_instruction(split, sign):
 
 def test_default_lengths_and_splits():
     assert make_task('flipflop', 512).splits == ('val', 'sparse', 'dense', 'nonstationary')
-    assert make_task('instruct', 50).splits == ('val', 'copy', 'reverse', 'first', 'last', 'count', 'parity')
+    assert make_task('instruct', 50).splits == ('val', *data.KINDS)
     assert make_task('flipflop', 512).lengths == (512,)
-    assert make_task('copy', 50).lengths == make_task('induct', 50).lengths == (50, 100, 150, 200, 250, 300)
+    assert make_task('copy', 50).lengths == (50, 100, 150, 200, 250, 300)
+    assert make_task('induct', 50).lengths == make_task('copy', 50).lengths
     assert make_task('instruct', 50).lengths == tuple(range(50, 501, 50))
     assert make_task('copy', 50, repeats=False, n_symbols=120).lengths == (50, 100)
+    numbers = [entry.number for entry in data.TASKS.values()]
+    assert len(numbers) == len(set(numbers)), 'two tasks would share their random numbers'
 
 
 @pytest.mark.parametrize('name', SYNTHETIC)
@@ -797,17 +812,50 @@ def test_streams_are_pure_and_sets_are_fixed(name):
     task, other = make_task(name, L), make_task(name, L, p_ignore=0.3)
     same = lambda a, b: all(np.array_equal(x, y) for x, y in zip(a, b))
     assert same(task.batch(1, 7, 8), task.batch(1, 7, 8))
-    assert not same(task.batch(1, 7, 8), task.batch(1, 8, 8)) and not same(task.batch(1, 7, 8), task.batch(2, 7, 8))
+    assert not same(task.batch(1, 7, 8), task.batch(1, 8, 8))
+    assert not same(task.batch(1, 7, 8), task.batch(2, 7, 8))
     for split in task.splits:
         for length in (L, 3 * L + L % 2):
             many = evaluation_set(task, split, length, 1000)
             np.random.seed(0), task.batch(0, 0, 4)
-            assert same(evaluation_set(other, split, length, 100), [x[:100] for x in many])              # a prefix
+            few = [x[:100] for x in many]
+            assert same(evaluation_set(other, split, length, 100), few)
             assert same(evaluation_set(task, split, length, 1000, batch_tokens=777), many)
-            assert not same(evaluation_set(task, split, length, 100), evaluation_set(task, split, length, 100, seed=1))
-            sizes = [idx.shape for idx, _ in task.eval_batches(split, length, 1000, batch_tokens=777)]
-            assert all(b * t <= 777 or b == 1 for b, t in sizes) and sum(b for b, _ in sizes) == 1000
-    assert len({idx.tobytes() for split in task.splits for idx, _ in task.eval_batches(split, L, 50)}) == len(task.splits)
+            assert not same(few, evaluation_set(task, split, length, 100, seed=1))
+            batches = task.eval_batches(split, length, 1000, batch_tokens=777)
+            sizes = [idx.shape for idx, _ in batches]
+            assert all(b * t <= 777 or b == 1 for b, t in sizes)
+            assert sum(b for b, _ in sizes) == 1000
+    sets = {evaluation_set(task, split, L, 50)[0].tobytes() for split in task.splits}
+    assert len(sets) == len(task.splits)
+
+
+@pytest.mark.parametrize('name, length, options, expected', [
+    ('flipflop', 512, {}, 'c62bf4a 17eb969 5c2a1fb 8481bdf 8686503'),
+    ('flipflop', 128, {'p_ignore': 0.5}, 'efc1b83 7693938 22b2da3 7494301 2ba1cdd'),
+    ('copy', 50, {}, '14095e4 f0321e7'),
+    ('copy', 16, {'n_symbols': 96, 'repeats': False}, '0696cfd 1edc81a'),
+    ('induct', 50, {'n_queries': 8}, '5bf4338 bedde04'),
+    ('induct', 16, {'n_symbols': 96, 'repeats': False}, '8061b7e 0501790'),
+    ('instruct', 50, {}, '44f1c61 c7463cf 3a2cfd4 a8bf0bb 8846c86 d703023 0579614 c0b6e09'),
+    ('instruct', 8, {'n_symbols': 80, 'repeats': False},
+     '7367cba bf3dafb 3c47144 95978f6 d06466f 01aa811 cb3b6f1 c8e939f'),
+    ('wikitext', 16, {}, 'c90e7cf 126090a 449bf8a'),
+])
+def test_published_streams_and_sets_are_unchanged(name, length, options, expected, tmp_path):
+    """checksums of the first sequences of a training stream, and of every split at three lengths"""
+    if name == 'wikitext':
+        options = tiny_text(tmp_path)
+    task, found = make_task(name, length, **options), ''
+    for split in ('train', *task.splits):
+        digest = hashlib.sha256()
+        for x in (1, 2, 4 if name != 'wikitext' else 3):
+            batch = (task.batch(x, 7 * x, 5) if split == 'train'
+                     else evaluation_set(task, split, x * length, 5, seed=x // 2))
+            for array in batch:
+                digest.update(array.astype('<i8').tobytes())
+        found += digest.hexdigest()[:7] + ' '
+    assert found.split() == expected.split()
 
 
 @pytest.mark.parametrize('name', SYNTHETIC)
@@ -815,7 +863,8 @@ def test_decode_and_encode(name):
     task = make_task(name, SYNTHETIC[name], n_symbols=60)
     for row in task.batch(0, 0, 50)[0]:
         text = task.decode(row)
-        assert task.encode(text) == row[:len(text)].tolist() and task.decode(task.encode(text)) == text
+        assert task.encode(text) == row[:len(text)].tolist()
+        assert task.decode(task.encode(text)) == text
     with pytest.raises(ValueError, match="'é'"):
         task.encode(text + 'é')
 
@@ -831,12 +880,14 @@ def test_flipflop_batch_is_fast():
 
 
 @pytest.mark.parametrize('args, kwargs, words', [
-    (('flipfop', 8), {}, "'flipfop'"), (('flipflop', 7), {}, '7 must be even'), (('flipflop', 2), {}, 'at least 4'),
-    (('flipflop', 8), dict(p_ignore=1.5), 'p_ignore 1.5'), (('copy', 0), {}, 'at least 1'), (('induct', 1), {}, 'at least 2'),
-    (('copy', 27), dict(repeats=False), 'n_symbols, now 26'), (('copy', 5), dict(n_symbols=1), 'n_symbols 1'),
-    (('induct', 5), dict(n_queries=0), 'n_queries 0'), (('wikitext', 5), dict(dataset='wiki'), "'wiki'"),
+    (('flipfop', 8), {}, "'flipfop'"), (('flipflop', 7), {}, '7 must be even'),
+    (('flipflop', 2), {}, 'at least 4'), (('flipflop', 8), dict(p_ignore=1.5), 'p_ignore 1.5'),
+    (('copy', 0), {}, 'at least 1'), (('induct', 1), {}, 'at least 2'),
+    (('copy', 27), dict(repeats=False), 'n_symbols, now 26'),
+    (('copy', 5), dict(n_symbols=1), 'n_symbols 1'),
+    (('induct', 5), dict(n_queries=0), 'n_queries 0'),
+    (('wikitext', 5), dict(dataset='wiki'), "'wiki'"),
     (('wikitext', 5), dict(tokenizer='bpe'), "'bpe'")])
-
 def test_make_task_errors(args, kwargs, words):
     with pytest.raises(ValueError, match=words) as error:
         make_task(*args, **kwargs)
@@ -849,23 +900,26 @@ def test_eval_errors():
     with pytest.raises(ValueError, match='length 30'):
         next(make_task('copy', 20, repeats=False).eval_batches('val', 30, 1))
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the download, against a loopback server
 
-TEXT = {'train': ' = A title = \n \n Some words , and more . \n' * 8000, 'valid': ' valid \n', 'test': ' tést \n'}
+TEXT = {'train': ' = A title = \n \n Some words , and more . \n' * 8000, 'valid': ' valid \n',
+        'test': ' tést \n'}
+GOOD = {f'wikitext-2-raw/wiki.{k}.raw': v for k, v in TEXT.items()}
 
 
-def make_zip(**members):
+def make_zip(members=GOOD, *more):
+    """A zip of {name: text}, and of more (name or ZipInfo, text) which may come twice."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, 'w') as archive:
-        for name, text in (members or {f'wikitext-2-raw/wiki.{k}.raw': v for k, v in TEXT.items()}).items():
+    with zipfile.ZipFile(buffer, 'w') as archive, warnings.catch_warnings(action='ignore'):
+        for name, text in [*members.items(), *more]:
             archive.writestr(name, text)
     return buffer.getvalue()
 
 
 @pytest.fixture
 def web(monkeypatch):
-    """A server of ZIP in many moods, named by the path: /ok/x.zip, /cut/x.zip ... `log` holds (mood, Range header)."""
+    """A server in moods named by the path: /ok/x.zip, /cut/x.zip ... `log` holds (mood, Range)."""
     monkeypatch.setattr(data, 'TIMEOUT', (1, 0.3))
     monkeypatch.setattr(data, 'BACKOFF', 0.01)
     log, closing = [], threading.Event()
@@ -880,10 +934,13 @@ def web(monkeypatch):
             start = int(ranged[6:-1]) if ranged and mood != 'norange' else 0
             if start >= len(body):
                 return self.send_error(416)
-            self.send_response(206 if start else 200)
+            self.send_response(302 if mood in ('loop', 'astray') else 206 if start else 200)
             if start:
                 self.send_header('Content-Range', f'bytes {start}-{len(body) - 1}/{len(body)}')
-            self.send_header('Content-Length', str(len(body) - start))
+            odd = {'many': '4, 5', 'words': 'some', 'long': '9' * 5000}
+            self.send_header('Content-Length', odd.get(mood, str(len(body) - start)))
+            if mood in ('loop', 'astray'):
+                self.send_header('Location', self.path if mood == 'loop' else 'http://[::x/')
             self.end_headers()
             if mood == 'stall' or (mood in ('cut', 'norange') and len(log) == 1):
                 self.wfile.write(body[start:len(body) // 2])
@@ -901,7 +958,8 @@ def web(monkeypatch):
         web.zip = zip or make_zip()
         log.clear()
         urls = [f'http://127.0.0.1:{server.server_port}/{mood}/x.zip' for mood in moods]
-        monkeypatch.setitem(data.SOURCES, 'wikitext2', {'mirrors': urls, 'sha256': hashlib.sha256(web.zip).hexdigest()})
+        digest = hashlib.sha256(web.zip).hexdigest()
+        monkeypatch.setitem(data.SOURCES, 'wikitext2', {'mirrors': urls, 'sha256': digest})
         return log
     yield web
     closing.set()
@@ -914,23 +972,27 @@ def is_prepared(data_dir):
     meta = json.loads((folder / 'meta.json').read_text())
     for split, theirs in (('train', 'train'), ('val', 'valid'), ('test', 'test')):
         raw = TEXT[theirs].encode()
-        assert np.fromfile(folder / f'{split}.bin', dtype=np.uint16).astype(np.uint8).tobytes() == raw
+        tokens = np.fromfile(folder / f'{split}.bin', dtype=np.uint16)
+        assert tokens.astype(np.uint8).tobytes() == raw
         assert meta['tokens'][split] == meta['bytes'][split] == len(raw)
-    assert sorted(p.name for p in folder.iterdir()) == ['meta.json', 'test.bin', 'train.bin', 'val.bin']
+    files = ['meta.json', 'test.bin', 'train.bin', 'val.bin']
+    assert sorted(p.name for p in folder.iterdir()) == files
     return meta['vocab_size'] == 256
 
 
 @pytest.mark.parametrize('moods, asked', [
-    (['ok'], ['ok']), (['cut'], ['cut', 'cut']), (['norange'], ['norange', 'norange']), (['404', 'ok'], ['404', 'ok']),
-    (['403', 'ok'], ['403', 'ok']), (['500', 'ok'], ['500'] * 5 + ['ok']), (['wrong', 'ok'], ['wrong', 'ok']),
-    (['stall', 'ok'], ['stall'] * 6 + ['ok'])])
-
+    (['ok'], ['ok']), (['cut'], ['cut', 'cut']), (['norange'], ['norange', 'norange']),
+    (['404', 'ok'], ['404', 'ok']), (['403', 'ok'], ['403', 'ok']),
+    (['500', 'ok'], ['500'] * 5 + ['ok']), (['wrong', 'ok'], ['wrong', 'ok']),
+    (['stall', 'ok'], ['stall'] * 6 + ['ok']), (['words'], ['words']), (['many', 'ok'], None),
+    (['long', 'ok'], None), (['loop', 'ok'], None), (['astray', 'ok'], None)])
 def test_download(web, tmp_path, capsys, moods, asked):
     log = web(*moods)
     data.prepare('wikitext2', 'bytes', tmp_path)
-    assert is_prepared(tmp_path) and [mood for mood, _ in log] == asked
-    if moods == ['cut']:
-        assert log[0][1] is None and int(log[1][1][6:-1]) > 0, 'the second request must go on where the first was cut'
+    found = [mood for mood, _ in log]
+    assert is_prepared(tmp_path) and (found == asked if asked else found[-1] == 'ok')
+    if moods == ['cut']:                        # the second goes on where the first stopped
+        assert log[0][1] is None and int(log[1][1][6:-1]) > 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ['wikitext2-bytes', 'x.zip']
     log.clear()
     capsys.readouterr()
@@ -944,11 +1006,11 @@ def test_download_resumes_over_runs_and_repairs(web, tmp_path):
     (tmp_path / 'x.zip.part').write_bytes(zip[:1000])           # what a killed run leaves
     data.prepare('wikitext2', 'bytes', tmp_path)
     assert is_prepared(tmp_path) and log == [('ok', 'bytes=1000-')]
-    (tmp_path / 'wikitext2-bytes' / 'val.bin').write_bytes(b'')             # a damaged folder is made again,
-    (tmp_path / 'x.zip').write_bytes(zip[:-1] + b'x')                       # and a damaged zip fetched again
+    (tmp_path / 'wikitext2-bytes' / 'val.bin').write_bytes(b'')     # damaged, it is made again,
+    (tmp_path / 'x.zip').write_bytes(zip[:-1] + b'x')               # and the zip fetched again
     data.prepare('wikitext2', 'bytes', tmp_path)
     assert is_prepared(tmp_path) and len(log) == 2
-    (tmp_path / 'x.zip').rename(tmp_path / 'x.zip.part')                    # killed after the last byte
+    (tmp_path / 'x.zip').rename(tmp_path / 'x.zip.part')            # killed after the last byte
     (tmp_path / 'wikitext2-bytes' / 'meta.json').unlink()
     data.prepare('wikitext2', 'bytes', tmp_path)
     assert is_prepared(tmp_path) and log[2:] == [('ok', f'bytes={len(zip)}-')]
@@ -959,24 +1021,31 @@ def test_no_mirror_delivers(web, tmp_path):
     with pytest.raises(ValueError) as error:
         data.prepare('wikitext2', 'bytes', tmp_path)
     message = str(error.value)
-    assert '\n' not in message and all(word in message for word in ('wrong sha256', '403', '404', 'timed out', '--from=PATH'))
+    words = ('wrong sha256', '403', '404', 'timed out', '--from=PATH')
+    assert '\n' not in message and all(word in message for word in words)
     assert not list(tmp_path.rglob('*.bin')) and not list(tmp_path.rglob('*.zip'))
     web('wrong')
     with pytest.raises(ValueError):
         data.prepare('wikitext2', 'bytes', tmp_path)
     assert not list(tmp_path.rglob('*.part')), 'a file with the wrong checksum must go'
 
-GOOD = {f'wiki.{k}.raw': v for k, v in TEXT.items()}
+
+LINK = zipfile.ZipInfo('wiki.train.raw')
+LINK.external_attr = 0o120777 << 16
+
 
 @pytest.mark.parametrize('zip, words', [
-    (make_zip(**{**GOOD, '../wiki.train.raw': 'x'}), r"'../wiki.train.raw', a path outside"),
-    (make_zip(**{**GOOD, '/etc/x': 'x'}), "'/etc/x', a path outside"),
-    (make_zip(**{**GOOD, 'a\\..\\..\\x': 'x'}), 'a path outside'),
-    (make_zip(**{'wiki.train.raw': 'x', 'wiki.test.raw': 'x'}), 'wiki.valid.raw'),
-    (make_zip(**{**GOOD, 'wiki.test.raw': b'\xff\xfe'}), 'test text .* not UTF-8'),
+    (make_zip(GOOD, ('../wiki.train.raw', 'x')), r"'../wiki.train.raw', a path outside"),
+    (make_zip(GOOD, ('/etc/x', 'x')), "'/etc/x', a path outside"),
+    (make_zip(GOOD, ('a\\..\\..\\x', 'x')), 'a path outside'),
+    (make_zip(GOOD, (LINK, '/etc/passwd')), "'wiki.train.raw', .* or a link"),
+    (make_zip(GOOD, ('wikitext-2-raw/wiki.test.raw', 'x')), 'wiki.test.raw more than once'),
+    (make_zip(GOOD, ('other/wiki.test.raw', 'x')), 'wiki.test.raw more than once'),
+    (make_zip(GOOD, ('x.ééé', 'x')).replace('ééé'.encode(), b'\xff' * 6), 'a name of .* not UTF-8'),
+    (make_zip({'wiki.train.raw': 'x', 'wiki.test.raw': 'x'}), 'wiki.valid.raw'),
+    (make_zip({**GOOD, 'wikitext-2-raw/wiki.test.raw': b'\xff\xfe'}), 'test text .* not UTF-8'),
     (make_zip()[:-40], 'not a zip'), (b'hello', 'not a zip'),
-    (make_zip(**GOOD).replace(b' valid \n', b' salid \n'), 'not a zip that can be read')])
-
+    (make_zip().replace(b' valid \n', b' salid \n'), 'not a zip that can be read')])
 def test_bad_zips(web, tmp_path, zip, words):
     web('ok', zip=zip)
     local = tmp_path / 'local.zip'
@@ -987,15 +1056,31 @@ def test_bad_zips(web, tmp_path, zip, words):
         assert '\n' not in str(error.value)
         folder = tmp_path / 'data' / 'wikitext2-bytes'
         assert not (folder / 'meta.json').exists()
-        for path in folder.glob('*.bin'):                       # a split that was done may stay, but only whole
-            assert path.stat().st_size == 2 * len(TEXT[{'val': 'valid'}.get(path.stem, path.stem)].encode())
-        with pytest.raises(FileNotFoundError, match='python data.py wikitext2 --tokenizer=bytes --data_dir='):
-            make_task('wikitext', 8, data_dir=tmp_path / 'data', dataset='wikitext2', tokenizer='bytes')
+        for path in folder.glob('*.bin'):               # a split that was done may stay, but whole
+            assert path.stat().st_size == 2 * len(TEXT[data.BINS[path.stem]].encode())
+        with pytest.raises(FileNotFoundError, match='wikitext2 --tokenizer=bytes --data_dir='):
+            make_task('wikitext', 8, data_dir=tmp_path / 'data', dataset='wikitext2',
+                      tokenizer='bytes')
+
+
+@pytest.mark.parametrize('change', [
+    '', '[]', '3', '{"tokens": 3}', '\xff', {'vocab_size': 'x'}, {'bytes': {}}, {'tokens': [1]}])
+def test_damaged_text_is_not_used(tmp_path, change):
+    text = tiny_text(tmp_path)
+    meta = tmp_path / 'wikitext2-bytes' / 'meta.json'
+    good = json.loads(meta.read_text())
+    bad = json.dumps({**good, **change}) if isinstance(change, dict) else change
+    meta.write_text(bad, encoding='latin-1')
+    with pytest.raises(FileNotFoundError, match='no complete data in .* run python data.py'):
+        make_task('wikitext', 8, **text)
+    meta.write_text(json.dumps({**good, 'vocab_size': 10}))             # the tokens go up to 19
+    with pytest.raises(ValueError, match='train.bin is damaged: token 19 in a vocabulary of 10'):
+        make_task('wikitext', 8, **text)
 
 
 def test_bins_appear_whole_or_not_at_all(tmp_path):
-    for name, text in GOOD.items():
-        (tmp_path / name).write_text(text)
+    for name, text in TEXT.items():
+        (tmp_path / f'wiki.{name}.raw').write_text(text)
     seen = []
     def encode(text):
         seen.append(sorted(p.name for p in (tmp_path / 'data' / 'wikitext2-bytes').iterdir()))
@@ -1006,54 +1091,90 @@ def test_bins_appear_whole_or_not_at_all(tmp_path):
         patch.setattr(data, 'load_tokenizer', lambda name: (256, encode, None))
         data.prepare('wikitext2', 'bytes', tmp_path / 'data', tmp_path)
     assert 'train.bin' not in seen[0] and 'train.bin' in seen[-1] and 'val.bin' not in seen[-1]
-    assert not list(tmp_path.rglob('val.bin')) and not list(tmp_path.rglob('meta.json'))
+    assert not list(tmp_path.rglob('val.bin*')) and not list(tmp_path.rglob('meta.json'))
     data.prepare('wikitext2', 'bytes', tmp_path / 'data', tmp_path)
-    assert not list(tmp_path.rglob('*.tmp')) and json.loads(next(tmp_path.rglob('meta.json')).read_text())['source'] == 'local'
+    assert not list(tmp_path.rglob('*.tmp'))
+    assert json.loads(next(tmp_path.rglob('meta.json')).read_text())['source'] == 'local'
 
-# ----------------------------------------------------------------------------------------------------------------------
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / 'x'
+    for error in (OSError, KeyboardInterrupt, None):
+        with contextlib.suppress(OSError, KeyboardInterrupt), data.atomic(path) as f:
+            f.write(b'new')
+            if error:
+                raise error
+        assert path.exists() == (error is None) and len(list(tmp_path.iterdir())) == path.exists()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match='write .*x: full'):
+        patch.setattr(torch, 'save', lambda *_: exec('raise RuntimeError("full")'))
+        data.save_checkpoint(path, {})
+    assert path.read_bytes() == b'new' and list(tmp_path.iterdir()) == [path]
+
+# --------------------------------------------------------------------------------------------------
 # the text itself
 
 
 @needs_text
 def test_pieces_give_the_tokens_of_the_whole(monkeypatch):
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(SHARED / 'tiktoken_cache'))
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', str(TEXTS / 'tiktoken_cache'))
     _, encode, decode = data.load_tokenizer('gpt2')
-    real = (SHARED / 'wikitext-103-raw' / 'wiki.test.raw').read_text()[:400_000]
-    odd = ("a  b \n\n\n c\u00a0 d \n \n\n= e's  \t x\u3000 y 'll 12 \n\nz        w" * 300) + 'tail  \n '
-    for text in (real, real.replace('\n', '\r\n'), odd, 'x' * 5000, ' \n' * 5000, ''):
+    real = (TEXTS / 'wikitext-103-raw' / 'wiki.test.raw').read_text()[:400_000]
+    odd = "a  b \n\n\n c\u00a0 d \n \n\n= e's  \t x\u3000 y 'll 12 \n\nz        w" * 300 + 't  \n '
+    chinese = '天地玄黄，宇宙洪荒。日月盈昃（辰宿）列张\u3000 寒\u00a0来“暑往”１２、a。 '
+    for text in (real, real.replace('\n', '\r\n'), odd, 'x' * 5000, ' \n' * 5000, '', chinese * 99,
+                 chinese.replace(' ', '') * 99, "it's we'll,don't.x'' 's" * 400):
         for size in (257, 4096):
             parts = list(data.pieces(io.BytesIO(text.encode()), size))
-            assert b''.join(parts).decode() == text
-            assert [token for part in parts for token in encode(part.decode())] == encode(text)
-    assert decode(encode(real[:1000])) == real[:1000] and len(list(data.pieces(io.BytesIO(real.encode()), 4096))) > 90
+            assert ''.join(parts) == text
+            assert [token for part in parts for token in encode(part)] == encode(text)
+            assert len(parts) > len(text) // size // 2 or ',' not in text.replace('，', ',')
+    assert decode(encode(real[:1000])) == real[:1000]
+
+
+@pytest.mark.parametrize('unit', ['天地玄黄，', '天'])
+def test_text_without_spaces_takes_linear_time(unit):
+    """ten times the text: not a hundred times the work, counted in characters looked at"""
+    looked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.re, 'match', lambda pattern, text: looked.append(len(text)))
+        for n in (10_000, 100_000):
+            looked.append(0)
+            assert ''.join(data.pieces(io.BytesIO((unit * n).encode()), 4096)) == unit * n
+    assert sum(looked) == 110_000 * len(unit)
 
 
 @needs_text
 def test_wikitext2_from_a_folder(tmp_path):
-    cache = {'TIKTOKEN_CACHE_DIR': str(SHARED / 'tiktoken_cache')}
-    run = data_py('wikitext2', f'--from={SHARED / "wikitext-2"}', '--data_dir', tmp_path, **cache)
+    cache = {'TIKTOKEN_CACHE_DIR': str(TEXTS / 'tiktoken_cache')}
+    run = data_py('wikitext2', f'--from={TEXTS / "wikitext-2"}', '--data_dir', tmp_path, **cache)
     assert run.returncode == 0 and run.stdout.count('wrote') == 3, run.stderr
     run = data_py('wikitext2', '--data_dir', tmp_path, **cache)
     assert run.returncode == 0 and 'already there' in run.stdout
-    run = data_py('show', 'wikitext', '--dataset=wikitext2', '--data_dir', tmp_path, '--split=test', '--n=4', **cache)
-    assert run.returncode == 0 and len(run.stdout.splitlines()) == 4 and 'Robert' in run.stdout, run.stderr
+    run = data_py('show', 'wikitext', '--dataset=wikitext2', '--data_dir', tmp_path, '--split=test',
+                  '--n=4', **cache)
+    assert run.returncode == 0 and len(run.stdout.splitlines()) == 4, run.stderr
+    assert 'Robert' in run.stdout
     task = make_task('wikitext', 64, data_dir=tmp_path, dataset='wikitext2')
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('TIKTOKEN_CACHE_DIR', cache['TIKTOKEN_CACHE_DIR'])
         for split, theirs in (('val', 'valid'), ('test', 'test')):
-            raw = (SHARED / 'wikitext-2' / f'wiki.{theirs}.tokens').read_text()
-            assert task.decode(task.tokens(split)) == raw and task.meta['bytes'][split] == len(raw.encode())
+            raw = (TEXTS / 'wikitext-2' / f'wiki.{theirs}.tokens').read_text()
+            assert task.decode(task.tokens(split)) == raw
+            assert task.meta['bytes'][split] == len(raw.encode())
         assert task.encode('Hello world') == [15496, 995]
-    assert task.vocab_size == 50257 and task.splits == ('val', 'test') and task.lengths[0] == 128 and task.lengths[-1] == 4096
+    assert task.vocab_size == 50257 and task.splits == ('val', 'test')
+    assert task.lengths == (128, 256, 512, 1024, 2048, 4096)
     idx, targets = task.batch(0, 3, 16)
     assert idx.shape == targets.shape == (16, 64) and idx.dtype == np.int64
-    assert np.array_equal(idx[:, 1:], targets[:, :-1]) and np.array_equal(idx, task.batch(0, 3, 16)[0])
+    assert np.array_equal(idx[:, 1:], targets[:, :-1])
+    assert np.array_equal(idx, task.batch(0, 3, 16)[0])
     assert not np.array_equal(idx, task.batch(1, 3, 16)[0])
-    whole, small = evaluation_set(task, 'test', 256, 30), evaluation_set(task, 'test', 256, 30, batch_tokens=600)
-    assert np.array_equal(whole, small) and whole[0].shape == (30, 256)
-    assert np.array_equal(whole[0][0], task.tokens('test')[:256]) and np.array_equal(whole[1][-1], task.tokens('test')[-256:])
+    whole = evaluation_set(task, 'test', 256, 30)
+    assert np.array_equal(whole, evaluation_set(task, 'test', 256, 30, batch_tokens=600))
+    assert whole[0].shape == (30, 256) and np.array_equal(whole[0][0], task.tokens('test')[:256])
+    assert np.array_equal(whole[1][-1], task.tokens('test')[-256:])
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the command line
 
 
@@ -1064,31 +1185,46 @@ def test_show(name):
     assert run.returncode == 0 and len(lines) == 3 and run.stderr == ''
     for line in lines:
         simulate_flipflop(line) if name == 'flipflop' else solve(name, line)
-    samples = [json.loads(line) for line in data_py('show', name, '--n=3', '--length=12', '--seed=1', '--json').stdout.splitlines()]
+    run = data_py('show', name, '--n=3', '--length=12', '--seed=1', '--json')
+    samples = [json.loads(line) for line in run.stdout.splitlines()]
     task = make_task(name, 12)
     assert [s['text'] for s in samples] == lines == [task.decode(s['tokens']) for s in samples]
     assert [s['targets'] for s in samples] == task.batch(1, 0, 3)[1].tolist()
 
 
 def test_show_evaluation_split():
-    lines = data_py('show', 'flipflop', '--split=sparse', '--n=3', '--length=32').stdout.splitlines()
+    args = ('show', 'flipflop', '--split=sparse', '--n=3', '--length=32')
+    lines = data_py(*args).stdout.splitlines()
     task = make_task('flipflop', 512)
     assert lines == [task.decode(row) for row in evaluation_set(task, 'sparse', 32, 3)[0]]
-    assert lines != data_py('show', 'flipflop', '--split=sparse', '--n=3', '--length=32', '--seed=1').stdout.splitlines()
+    assert lines != data_py(*args, '--seed=1').stdout.splitlines()
+
+
+def test_show_to_any_listener():
+    """one who has seen enough, and one who cannot read Chinese: no complaint"""
+    show = f'{sys.executable} data.py show copy --n_symbols=999'
+    run = lambda line: subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
+    for n in (3, 30_000):
+        done = run(f'{show} --n={n} | head -1')
+        assert done.stdout.count('\n') == 1 and done.stderr == ''
+    done = run(f'PYTHONIOENCODING=ascii {show} --n=9')
+    assert done.returncode == 0 and '??' in done.stdout and done.stderr == ''
 
 
 @pytest.mark.parametrize('args, words', [
-    ((), 'command'), (('shw',), "'shw'"), (('show', 'flop'), "'flop'"), (('show', 'copy', '--n=x'), "'x'"), (('show', 'copy', '--n=0'), '--n=0'),
-    (('show', 'copy', '--seed=-1'), '--seed=-1'), (('show', 'copy', '--repeats=maybe'), "'maybe'"), (('show', 'copy', '--lenth=3'), '--lenth=3'),
-    (('show', 'flipflop', '--split=spars'), "'spars'"), (('show', 'flipflop', '--length=9'), '9 must be even'),
-    (('show', 'wikitext', '--data_dir=nowhere'), 'python data.py wikitext103 --data_dir=nowhere'),
-    (('wikitext2', '--from=nowhere'), '--from=nowhere'), (('wikitext2', '--tokenizer=bpe'), "'bpe'"),
-    (('wikitext2', '--data_dir=nowhere'), 'TIKTOKEN_CACHE_DIR')])
-
+    ('', 'command'), ('shw', "'shw'"), ('show flop', "'flop'"), ('show copy --n=x', "'x'"),
+    ('show copy --n=0', '--n=0'), ('show copy --seed=-1', '--seed=-1'),
+    ('show copy --repeats=maybe', "'maybe'"), ('show copy --lenth=3', '--lenth=3'),
+    ('show flipflop --split=spars', "'spars'"), ('show flipflop --length=9', '9 must be even'),
+    ('show flipflop --length=2000000000000', 'does not fit in memory'),
+    ('show wikitext --data_dir=nowhere', 'python data.py wikitext103 --data_dir=nowhere'),
+    ('wikitext2 --from=nowhere', '--from=nowhere'), ('wikitext2 --tokenizer=bpe', "'bpe'"),
+    ('wikitext2 --data_dir=nowhere', 'TIKTOKEN_CACHE_DIR')])
 def test_bad_command_lines(args, words, tmp_path):
-    run = data_py(*args, TIKTOKEN_CACHE_DIR=str(tmp_path), https_proxy='http://127.0.0.1:9')       # no tokenizer, no network
-    assert run.returncode == 2 and run.stdout == ''
-    assert words in run.stderr and run.stderr.count('\n') == 1 and 'Traceback' not in run.stderr, run.stderr
+    no_network = {'TIKTOKEN_CACHE_DIR': str(tmp_path), 'https_proxy': 'http://127.0.0.1:9'}
+    run = data_py(*args.split(), **no_network)
+    assert run.returncode == 2 and run.stdout == '' and words in run.stderr, run.stderr
+    assert run.stderr.startswith('data.py: ') and run.stderr.count('\n') == 1
 
 
 def test_help():
@@ -1097,13 +1233,14 @@ def test_help():
     assert '--from' in data_py('wikitext2', '-h').stdout and '--n_queries' in data_py('show', '-h').stdout
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # eval.py: tiny random models, saved as train.py saves them
 
 def coin_model(task, attn='tra', seed=0, dropout=0.01, **settings):
     """A random model that answers 0 or 1 to flip-flop, right about half of the time."""
     torch.manual_seed(seed)
-    model = tra.Decoder(tra.Config(task.vocab_size, n_layer=2, n_head=2, n_embd=16, attn=attn, dropout=dropout, **settings))
+    model = Decoder(Config(vocab_size=task.vocab_size, n_layer=2, n_head=2, n_embd=16, attn=attn,
+                           dropout=dropout, **settings))
     with torch.no_grad():
         model.embed.weight.normal_()
         model.head.weight.normal_()
@@ -1112,52 +1249,61 @@ def coin_model(task, attn='tra', seed=0, dropout=0.01, **settings):
     return model
 
 
-def save_run(folder, task='flipflop', train_length=8, attn='tra', seed=0, name='best.pt', step=5, **config):
-    settings = {k: v for k, v in config.items() if k in data.make_task.__kwdefaults__}
-    model = coin_model(data.make_task(task, train_length, **settings), attn, seed)
+def save_run(folder, task='flipflop', train_length=8, attn='tra', seed=0, name='best.pt', step=5,
+             **config):
+    settings = {k: v for k, v in config.items() if k in make_task.__kwdefaults__}
+    model = coin_model(make_task(task, train_length, **settings), attn, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {'task': task, 'train_length': train_length, 'attn': attn, 'seed': seed, 'out_dir': str(folder), **config}
-    torch.save({'model': model.state_dict(), 'optimizer': {}, 'step': step, 'best': 0.5, 'config': config,
-                'model_config': dataclasses.asdict(model.config)}, folder / name)
+    run = {'out_dir': str(folder), 'data_dir': config.pop('data_dir', 'data')}
+    config = {'task': task, 'train_length': train_length, 'attn': attn, 'seed': seed, **config}
+    torch.save({'model': model.state_dict(), 'optimizer': {}, 'step': step, 'best': 0.5,
+                'config': config, 'run': run, 'model_config': dataclasses.asdict(model.config)},
+               folder / name)
     return str(folder)
 
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """eval.py with these arguments: exit code, stdout, stderr"""
+    """eval.py with these arguments, as a script: exit code, stdout, stderr"""
     def run(*argv):
         monkeypatch.setattr(sys, 'argv', ['eval.py', *map(str, argv)])
-        with pytest.raises(SystemExit) as stop:
-            evaluation.main()
+        monkeypatch.setattr(sys, 'excepthook', sys.excepthook)
+        data.one_line_errors('eval.py')
+        try:
+            code = evaluation.main()
+        except SystemExit as stop:              # -h
+            code = stop.code
+        except BaseException as error:
+            with pytest.raises(SystemExit) as stop:
+                sys.excepthook(type(error), error, error.__traceback__)
+            code = stop.value.code
         out, err = capsys.readouterr()
-        return stop.value.code or 0, out, err
+        return code or 0, out, err
     return run
 
 
 def tiny_text(folder, tokenizer='bytes', vocab_size=256, bytes_per_token=1):
     rng = np.random.default_rng(0)
-    place = folder / f'wikitext2-{tokenizer}'
-    place.mkdir(parents=True)
+    where = folder / f'wikitext2-{tokenizer}'
+    where.mkdir(parents=True)
     sizes = {'train': 200, 'val': 70, 'test': 61}
     for split, size in sizes.items():
-        rng.integers(0, 20, size).astype(np.uint16).tofile(place / f'{split}.bin')
-    meta = {'vocab_size': vocab_size, 'tokens': sizes, 'bytes': {k: int(v * bytes_per_token) for k, v in sizes.items()}}
-    (place / 'meta.json').write_text(json.dumps(meta))
+        rng.integers(0, 20, size).astype(np.uint16).tofile(where / f'{split}.bin')
+    meta = {'vocab_size': vocab_size, 'tokens': sizes,
+            'bytes': {k: int(v * bytes_per_token) for k, v in sizes.items()}}
+    (where / 'meta.json').write_text(json.dumps(meta))
     return {'dataset': 'wikitext2', 'tokenizer': tokenizer, 'data_dir': str(folder)}
 
 
 @pytest.mark.parametrize('name, attn', [('flipflop', 'tra'), ('flipflop', 'rope'), ('copy', 'tra')])
 def test_exact_match_and_token_error_by_plain_loops(name, attn):
-    task = data.make_task(name, 4 if name == 'copy' else 10, n_symbols=2)
-    model = coin_model(task, attn)
+    task = make_task(name, 4 if name == 'copy' else 10, n_symbols=2)
+    model = coin_model(task, attn).eval()
     n, right, wrong, scored, nats = 25, 0, 0, 0, 0.0
     for idx, targets in task.eval_batches('val', task.train_length, n):
         for tokens, target in zip(idx.tolist(), targets.tolist()):
             fine = True
-            for t in range(len(tokens)):
-                if target[t] == -1:
-                    continue
-                model.eval()
+            for t in (t for t in range(len(tokens)) if target[t] != -1):
                 with torch.no_grad():
                     logits = model(torch.tensor([tokens[:t + 1]]))[0][0, -1].tolist()
                 scored += 1
@@ -1167,23 +1313,23 @@ def test_exact_match_and_token_error_by_plain_loops(name, attn):
             right += fine
     row = evaluation.evaluate(model, task, 'val', task.train_length, n)
     assert name == 'copy' or 0 < right < n
-    assert (row['split'], row['length'], row['n'], row['tokens']) == ('val', task.train_length, n, scored)
-    assert row['exact_match'] == right / n and row['token_error'] == wrong / scored and row['upper95'] is None
     assert row['loss'] == pytest.approx(nats / scored, rel=1e-4)
+    assert row == {'split': 'val', 'length': task.train_length, 'n': n, 'exact_match': right / n,
+                   'token_error': wrong / scored, 'tokens': scored, 'upper95': None,
+                   'loss': row['loss']}
 
 
 def test_rule_of_three_where_nothing_was_wrong():
-    task = data.make_task('flipflop', 8)
-    def perfect(idx, targets):
-        return targets, np.zeros(targets.shape)
-    row = evaluation.evaluate_sequences(perfect, task, 'dense', 8, 60, 4096, [])
-    assert row['exact_match'] == 1 and row['token_error'] == 0 and row['upper95'] == 3 / 60
-    assert evaluation.evaluate_sequences(perfect, task, 'dense', 8, 2, 4096, [])['upper95'] == 1
+    task = make_task('flipflop', 8)
+    for n, bound in ((60, 3 / 60), (2, 1)):
+        row = evaluation.evaluate_sequences(lambda idx, targets: (targets, np.zeros(targets.shape)),
+                                            task, 'dense', 8, n, 4096, [])
+        assert row['exact_match'] == 1 and row['token_error'] == 0 and row['upper95'] == bound
 
 
 @pytest.mark.parametrize('window, attn', [(1, 'tra'), (7, 'rope'), (20, 'tra'), (60, 'rope')])
 def test_perplexity_token_by_token(tmp_path, window, attn):
-    task = data.make_task('wikitext', 8, **tiny_text(tmp_path, 'gpt2', 30, bytes_per_token=4))
+    task = make_task('wikitext', 8, **tiny_text(tmp_path, 'gpt2', 30, bytes_per_token=4))
     model = coin_model(task, attn).eval()
     text = [int(t) for t in task.tokens('test')]
     nats = []
@@ -1195,117 +1341,161 @@ def test_perplexity_token_by_token(tmp_path, window, attn):
     for n in (None, 33):
         row = evaluation.evaluate(model, task, 'test', window, n)
         some = nats[:n]
+        mean = sum(some) / len(some)
         assert row['window'] == window and row['tokens'] == len(some)
-        assert row['perplexity'] == pytest.approx(math.exp(sum(some) / len(some)), rel=1e-4)
-        assert row['bits_per_byte'] == pytest.approx(sum(some) / math.log(2) / (len(some) * 4), rel=1e-4)
+        assert row['perplexity'] == pytest.approx(math.exp(mean), rel=1e-4)
+        assert row['bits_per_byte'] == pytest.approx(mean / math.log(2) / 4, rel=1e-4)
         for b in row['by_position']:  # position p sees p tokens
-            mean = np.mean([x for t, x in enumerate(some) if b['first'] <= t % window + 1 <= b['last']])
-            assert b['loss'] == pytest.approx(mean, rel=1e-4)
-        assert [b['first'] for b in row['by_position']] == [p for p in (1, 2, 3, 5, 9, 17, 33) if p <= min(window, len(some))]
+            here = [x for t, x in enumerate(some) if b['first'] <= t % window + 1 <= b['last']]
+            assert b['loss'] == pytest.approx(np.mean(here), rel=1e-4)
+        assert [b['first'] for b in row['by_position']] == [
+            p for p in (1, 2, 3, 5, 9, 17, 33) if p <= min(window, len(some))]
+    row = evaluation.evaluate_text(lambda idx, targets: (None, np.full(idx.shape, 1000.0)), task,
+                                   'test', window, 60, 4096)
+    assert row['loss'] == 1000 and math.isfinite(row['perplexity'])     # exp(1000) is not
 
 
-@pytest.mark.parametrize('attn', tra.ATTENTIONS)
+@pytest.mark.parametrize('attn', ATTENTIONS)
 def test_chunks_through_the_cache_change_nothing(attn, monkeypatch):
-    task = data.make_task('flipflop', 8)
+    task = make_task('flipflop', 8)
     model = coin_model(task, attn).double().eval()
     idx, targets = next(task.eval_batches('dense', 70, 2))
+    scored = targets >= 0
     with torch.no_grad():
         logits = model(torch.as_tensor(idx))[0]
-        whole = -logits.log_softmax(-1).gather(-1, torch.as_tensor(targets).clamp(min=0)[..., None])[..., 0].numpy()
-        for chunk, vocabulary in ((19, 5), (70, 2 ** 23)):
-            monkeypatch.setattr(evaluation, 'chunk_size', lambda *_: chunk)
-            monkeypatch.setattr(model.config, 'vocab_size', vocabulary)  # a large one sends few positions to the head at a time
-            said, loss = evaluation.predict(model, idx, targets, 'cpu', evaluation.nullcontext())
-            np.testing.assert_allclose(loss, np.where(targets >= 0, whole, 0), atol=1e-12)
-            assert (said == np.where(targets >= 0, logits.argmax(-1).numpy(), -1)).all()
+    right = torch.as_tensor(targets).clamp(min=0)[..., None]
+    whole = -logits.log_softmax(-1).gather(-1, right)[..., 0].numpy()
+    for chunk, vocabulary in ((19, 5), (70, 2 ** 23)):  # large ones send few positions to the head
+        monkeypatch.setattr(evaluation, 'chunk_size', lambda *_: chunk)
+        monkeypatch.setattr(model.config, 'vocab_size', vocabulary)
+        said, loss = evaluation.predict(model, idx, targets, 'cpu', contextlib.nullcontext())
+        np.testing.assert_allclose(loss, np.where(scored, whole, 0), atol=1e-12)
+        assert (said == np.where(scored, logits.argmax(-1).numpy(), -1)).all()
 
 
 def test_chunks_are_bounded():
-    for attn in tra.ATTENTIONS:
-        rows = evaluation.chunk_size(tra.Config(5, n_head=4, attn=attn), 1, 131072)
+    for attn in ATTENTIONS:
+        rows = evaluation.chunk_size(Config(vocab_size=5, n_head=4, attn=attn), 1, 131072)
         assert rows <= 4096 if attn == 'tra' else rows * 131072 <= 2 ** 24, attn
 
 
 def test_evaluation_leaves_no_trace():
-    task = data.make_task('flipflop', 8)
+    task = make_task('flipflop', 8)
     model = coin_model(task, dropout=0.5).train()
     before = torch.get_rng_state()
     first = evaluation.evaluate(model, task, 'val', 8, 10)
     assert model.training and all(m.training for m in model.modules())
-    assert torch.equal(before, torch.get_rng_state()) and first == evaluation.evaluate(model, task, 'val', 8, 10)
+    assert torch.equal(before, torch.get_rng_state())
+    assert first == evaluation.evaluate(model, task, 'val', 8, 10)
     assert evaluation.evaluate(model.eval(), task, 'val', 8, 10) == first and not model.training
 
 
 def test_json_schema_and_files(tmp_path, command):
     run = save_run(tmp_path / 'run', seed=3)
-    code, out, err = command(run, '--json', '--n=6', '--lengths=1x,3x,10', '--split=sparse,val', f'--out={tmp_path}/r.md')
+    code, out, err = command(run, '--json', '--n=6', '--lengths=1x,3x,10', '--split=sparse,val',
+                             f'--out={tmp_path}/r.md')
     result = json.loads(out)
     assert code == 0 and list(result) == ['runs']
     [r] = result['runs']
-    assert (r['run'], r['task'], r['attn'], r['seed'], r['train_length']) == (run, 'flipflop', 'tra', 3, 8)
-    assert (r['checkpoint'], r['step']) == ('best.pt', 5)
+    assert r | {'config': 0, 'rows': 0, 'mistakes': 0} == {
+        'run': run, 'task': 'flipflop', 'attn': 'tra', 'seed': 3, 'train_length': 8, 'step': 5,
+        'checkpoint': 'best.pt', 'trained': 5, 'config': 0, 'rows': 0, 'mistakes': 0}
     assert [(row['split'], row['length'], row['n']) for row in r['rows']] == [
         (split, length, 6) for split in ('sparse', 'val') for length in (8, 24, 10)]
     assert all({'exact_match', 'token_error', 'upper95'} <= set(row) for row in r['rows'])
     text = (tmp_path / 'r.md').read_text()
-    assert 'best.pt, step 5' in text and '| sparse |     24 |' in text and text.index('| sparse') < text.index('| val') and 0 < len(r['mistakes']) <= 3
+    assert 'best.pt, step 5' in text and '| sparse |     24 |' in text
+    assert text.index('| sparse') < text.index('| val') and 0 < len(r['mistakes']) <= 3
     for m in r['mistakes']:
-        assert m['text'] in text.replace('\n    ', '\n') and '^  said' in m['text'] and m['wrong'] == len(m['positions']) > 0
-        *_, (idx, _) = data.make_task('flipflop', 8).eval_batches(m['split'], m['length'], m['sequence'] + 1)
+        assert m['text'] in text.replace('\n    ', '\n') and '^  said' in m['text']
+        assert m['wrong'] == len(m['positions']) > 0
+        task = make_task('flipflop', 8)
+        *_, (idx, _) = task.eval_batches(m['split'], m['length'], m['sequence'] + 1)
         assert all(idx[-1][p - 1] == data.READ for p in m['positions'])
 
-    wiki = save_run(tmp_path / 'wiki', 'wikitext', **tiny_text(tmp_path))
-    code, out, err = command(wiki, '--json', '--lengths=8,32', '--n=10')
+    wiki = save_run(tmp_path / 'wiki', 'wikitext', **tiny_text(tmp_path / 'there'))
+    (tmp_path / 'there').rename(tmp_path / 'here')
+    assert 'no complete data' in command(wiki)[2]
+    code, out, err = command(wiki, '--json', '--lengths=8,32', '--n=10', '--dtype=bfloat16',
+                             f'--data_dir={tmp_path}/here')
     rows = json.loads(out)['runs'][0]['rows']
-    assert [(row['split'], row['window'], row['tokens']) for row in rows] == [('test', 8, 32), ('test', 32, 32)]
+    assert [(row['split'], row['window'], row['tokens']) for row in rows] == [
+        ('test', 8, 32), ('test', 32, 32)]
     assert all({'perplexity', 'bits_per_byte', 'by_position'} <= set(row) for row in rows)
+    exact = json.loads(command(wiki, '--json', '--lengths=8', f'--data_dir={tmp_path}/here')[1])
+    assert exact['runs'][0]['rows'][0]['loss'] != rows[0]['loss']
 
 
 def test_mistakes_are_marked_where_they_are():
-    task = data.make_task('flipflop', 8)
+    task = make_task('flipflop', 8)
     tokens = task.encode('w1i0i1r1w0i1r0')
     said = np.full(14, -1)
     said[[6, 12]] = 0, 1
-    assert evaluation.marked(task, tokens, said, [7, 13]) == 'w1i0i1r1w0i1r0\n       ^     ^  said 0 1'
-    assert evaluation.marked(task, tokens, said, [7], before=3, after=2) == '...i1r1w...\n      ^  said 0'
+    assert evaluation.marked(task, tokens, said, [7, 13]) == (
+        'w1i0i1r1w0i1r0\n       ^     ^  said 0 1')
+    assert evaluation.marked(task, tokens, said, [7], before=3, after=2) == (
+        '...i1r1w...\n      ^  said 0')
 
 
-def test_best_before_last_and_a_choice(tmp_path, command):
-    run = save_run(tmp_path / 'run', name='last.pt', step=9)
-    assert '(last.pt, step 9)' in command(run, '--n=2')[1]
-    save_run(tmp_path / 'run', name='best.pt', step=7)
-    assert '(best.pt, step 7)' in command(run, '--n=2')[1]
+def test_best_before_last_a_choice_and_runs_that_are_not_done(tmp_path, command):
+    run = save_run(tmp_path / 'run', name='last.pt', step=9, max_iters=20)
+    assert 'tra (step 9 of 20), trained at 8, seed 0 (last.pt, step 9)' in command(run, '--n=2')[1]
+    save_run(tmp_path / 'run', name='best.pt', step=7, max_iters=20)
+    assert 'tra (step 9 of 20), trained at 8, seed 0 (best.pt, step 7)' in command(run, '--n=2')[1]
     assert '(last.pt, step 9)' in command(run, '--n=2', '--checkpoint=last.pt')[1]
+    other = save_run(tmp_path / 'other', name='last.pt', step=20, max_iters=20, seed=1)
+    save_run(tmp_path / 'other', name='best.pt', step=7, max_iters=20, seed=1)
+    out = command(run, other, '--n=2')[1]       # the second is complete: its best came early
+    assert '\n| tra (step 9 of 20) |' in out and '\n| tra                |' in out
 
 
-def test_seeds_of_a_setting_are_one_column(tmp_path, command):
+def test_seeds_of_a_setting_are_one_line(tmp_path, command):
     runs = [save_run(tmp_path / f'{attn}-{seed}', attn=attn, seed=seed) for attn, seed in
             (('tra', 0), ('rope', 0), ('tra', 1), ('tra', 2))]
     args = ['--split=val', '--n=20', '--mistakes=0']
+    table = lambda *args: command(*args)[1].split('exact match:')[1]
     out = command(*runs, *args)[1]
-    exact = [json.loads(command(run, *args, '--json')[1])['runs'][0]['rows'][0]['exact_match'] for run in runs]
-    assert '\n| tra (3 seeds) |' in out and '\n| rope ' in out and 'exact match:' in out and 'token error:' in out
+    exact = [json.loads(command(run, *args, '--json')[1])['runs'][0]['rows'][0]['exact_match']
+             for run in runs]
+    assert '\n| tra (3 seeds) |' in out and '±: standard deviation' in out and 'token error:' in out
     seeds = [exact[0], exact[2], exact[3]]
     mean = sum(seeds) / 3
     spread = math.sqrt(sum((x - mean) ** 2 for x in seeds) / 2)
-    assert f'| {mean:.3f} ± {spread:.3f} |' in out and re.search(rf'rope +\| +{exact[1]:.3f} \|', out) and '±: standard deviation' in out
-    saved = tmp_path / 'saved.json'  # results stand for runs
+    assert f'| {mean:.3f} ± {spread:.3f} |' in out
+    assert re.search(rf'\n\| rope +\| +{exact[1]:.3f} \|', out)
+    saved = tmp_path / 'saved.json'             # results stand for runs
     command(*runs[:2], *args, f'--out={saved}')
-    assert command(saved, *runs[2:], *args)[1].split('exact match:')[1] == out.split('exact match:')[1]
+    assert table(saved, *runs[2:], *args) == out.split('exact match:')[1]
     command(*runs, '--n=20', '--lengths=1x,2x', '--mistakes=0', f'--out={saved}')
-    assert command(saved, '--split=val', '--lengths=1x')[1].split('exact match:')[1] == out.split('exact match:')[1]
+    assert table(saved, '--split=val', '--lengths=1x') == out.split('exact match:')[1]
+    # no run counts twice, and no seed: the same in another folder gets a line of its own
+    for twice in ((runs[0], runs[1], runs[0] + '/.'), (saved, runs[2])):
+        code, out, err = command(*twice, '--n=2', '--lengths=1x')
+        assert code == 2 and 'is there twice' in err and err.count('\n') == 1
+    again = save_run(tmp_path / 'again', seed=1)
+    assert re.search(r'\n\| tra-1 .*\n\| again .*\n\| rope ', table(runs[2], again, runs[1], *args))
+    # runs of different n say so
+    command(runs[1], '--split=val', '--n=7', f'--out={saved}')
+    assert re.search(r'\n\| sequences +\| +7 to 20 \|\n', table(runs[0], saved, *args))
 
 
 def test_format_table():
-    row = {'split': 'val', 'length': 8, 'n': 1000, 'exact_match': 1.0, 'token_error': 0.0, 'upper95': 0.003, 'tokens': 2000}
-    other = {**row, 'length': 131072, 'exact_match': 0.9999, 'token_error': 0.00001, 'upper95': None}
+    row = {'split': 'val', 'length': 8, 'n': 1000, 'exact_match': 1.0, 'token_error': 0.0,
+           'upper95': 0.003, 'tokens': 2000}
+    other = {**row, 'length': 131072, 'exact_match': 0.9999, 'token_error': 1e-5, 'upper95': None}
     assert evaluation.format_table([other, row]) == '\n'.join([
         '| split |  length | sequences | scored | error below | exact match | token error |',
         '|-------|--------:|----------:|-------:|------------:|------------:|------------:|',
         '| val   |       8 |     1,000 |  2,000 |       0.003 |       1.000 |       0.000 |',
         '| val   | 131,072 |     1,000 |  2,000 |           - |    0.999900 |     1.0e-05 |'])
-    wiki = {'split': 'test', 'window': 128, 'perplexity': 21.345, 'bits_per_byte': 1.2, 'tokens': 12345}
-    assert evaluation.format_table([wiki]).splitlines()[2] == '| test  |    128 | 12,345 |      21.34 |         1.200 |'
+    wiki = {'split': 'test', 'window': 128, 'perplexity': 21.345, 'bits_per_byte': 1.2, 'tokens': 9}
+    assert evaluation.format_table([wiki]).splitlines()[2] == (
+        '| test  |    128 |      9 |      21.34 |         1.200 |')
+    # each n with its own bound; of a setting that erred somewhere there is none
+    few, wrong = {**row, 'n': 50, 'upper95': 0.06}, {**other, 'length': 8, 'n': 5}
+    out = evaluation.format_settings([(x, [{'rows': rows}]) for x, rows in zip('abc', (
+        [row], [few], [wrong]))])
+    assert '| sequences   |    5 to 1,000 |' in out and '| error below | 0.003 to 0.06 |' in out
 
 
 class Trap:
@@ -1315,38 +1505,80 @@ class Trap:
         return os.system, ('touch trapped',)
 
 
-def test_errors_are_one_line(tmp_path, command):
-    run = save_run(tmp_path / 'run')
-    copy = save_run(tmp_path / 'copy', 'copy', 4)
-    (tmp_path / 'empty').mkdir()
-    contents = {'damaged': b'not a checkpoint', 'cut': (tmp_path / 'run' / 'best.pt').read_bytes()[:2000], 'nothing': b''}
-    for name, content in contents.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / 'best.pt').write_bytes(content)
-    for name, content in {'trap': {'model': Trap()}, 'other': {'model': 1}, 'list': [1]}.items():
-        (tmp_path / name).mkdir()
-        torch.save(content, tmp_path / name / 'best.pt')
-    (tmp_path / 'run' / 'x.json').write_text('{"runs": []}')
-    for words, *args in [
-            ('which run', ), ('does not exist', tmp_path / 'nowhere'), ('no checkpoint', tmp_path / 'empty'),
-            ('best.pt cannot be read', tmp_path / 'damaged'), ('best.pt cannot be read', tmp_path / 'cut'),
-            ('best.pt cannot be read', tmp_path / 'nothing'), ('best.pt is refused', tmp_path / 'trap'),
-            ("has no 'model_config'", tmp_path / 'other'), ("has no 'model'", tmp_path / 'list'),
-            ('last.pt is missing', run, '--checkpoint=last.pt'), ('must be even and at least 4', run, '--lengths=2'),
-            ('must be even', run, '--lengths=1x,9'), ('copy length 0', copy, '--lengths=0'),
-            ('neither a length', run, '--lengths=8y'), ('different tasks', run, copy), ("split 'test'", run, '--split=test'),
-            ('at least 1', run, '--n=0'), ('--nn=3', run, '--nn=3'), ('invalid int', run, '--n=x'),
-            ('.md or .json', run, '--out=x.txt'), ('no such folder', run, f'--out={tmp_path}/no/x.md'),
-            ('must end in .png', run, '--plot=x.pdf'), ("'z' is not a token", run, '--sample=wz'),
-            ('at least one token', run, '--sample='), ('1 to 96', run, '--attention=' + 'w1' * 60),
-            ('cannot be used', run, '--device=nonsense'), ('is no result of eval.py', tmp_path / 'run' / 'x.json'),
-            ('no model', tmp_path / 'run' / 'x.json', '--sample=w1')]:
-        code, out, err = command(*args)
-        assert code == 2 and out == '' and err.startswith('eval.py: ') and err.count('\n') == 1 and words in err, (args, err)
+def test_errors_are_one_line(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_run(Path('run'))
+    save_run(Path('copy'), 'copy', 4)
+    saved = torch.load('run/best.pt', weights_only=True)
+    model, config, size = saved['model'], saved['config'], saved['model_config']
+    for name, content in {
+            'damaged': b'no checkpoint', 'cut': Path('run/best.pt').read_bytes()[:2000], 'no': b'',
+            'trap': {'model': Trap()}, 'other': {'model': {}}, 'list': [1], 'empty': None,
+            'nan': {**saved, 'model': {**model, 'norm.weight': torch.full((16,), math.nan)}},
+            'huge': {**saved, 'model_config': {**size, 'n_embd': 2 ** 24}},
+            'newer': {**saved, 'model_config': {**size, 'of_tomorrow': 1}},
+            'type': {**saved, 'config': {**config, 'train_length': '8'}},
+            'step': {**saved, 'step': 'five'}, 'settings': {**saved, 'config': 5},
+            'iters': {**saved, 'config': {**config, 'max_iters': 'many'}}}.items():
+        Path(name).mkdir()
+        if isinstance(content, bytes):
+            Path(name, 'best.pt').write_bytes(content)
+        elif content is not None:
+            torch.save(content, Path(name, 'best.pt'))
+    result = command('run', '--json', '--n=3', '--split=val')[1]
+    texts = ['', '[]', '[' * 100000, '{"kernel": []}', '{"runs": []}', '{"runs": 5}', '{"runs": [5]}']
+    for of_row, key, value in [  # results with one field that is wrong
+            (0, 'rows', [{}]), (0, 'config', 'x'), (0, 'train_length', '8'), (0, 'step', None),
+            (0, 'seed', [1]), (0, 'mistakes', [{'text': 1}]), (1, 'n', '7'), (1, 'length', 'x'),
+            (1, 'loss', 'x'), (1, 'exact_match', None), (1, 'exact_match', math.nan)]:
+        changed = json.loads(result)
+        [run] = changed['runs']
+        (run['rows'][0] if of_row else run)[key] = value
+        texts.append(json.dumps(changed))
+    for n, text in enumerate(texts):
+        Path(f'{n}.json').write_text(text)
+    for words, args in [
+            *(('is no result of eval.py', f'{n}.json') for n in range(len(texts))),
+            ('no model', '0.json --sample=w1'), ('which run', ''), ('does not exist', 'nowhere'),
+            ('no checkpoint', 'empty'), ('best.pt cannot be read', 'damaged'),
+            ('best.pt cannot be read', 'cut'), ('best.pt cannot be read', 'no'),
+            ('best.pt is refused', 'trap'), ("has no 'model_config'", 'other'),
+            ("has no 'model'", 'list'), ('finite', 'nan'), ('does not fit', 'huge'),
+            ('does not fit this code', 'newer'), ('does not fit this code', 'type'),
+            ('does not fit this code', 'iters'), ("'step' is no int", 'step'),
+            ("'config' is no dict", 'settings'), ('last.pt is missing', 'run --checkpoint=last.pt'),
+            ('must be even and at least 4', 'run --lengths=2'), ('must be even', 'run --lengths=1x,9'),
+            ('copy length 0', 'copy --lengths=0'), ('memory', f'copy --lengths={10 ** 13}'),
+            ('neither a length', 'run --lengths=8y'), ('different tasks', 'run copy'),
+            ("split 'test'", 'run --split=test'), ('at least 1', 'run --n=0'),
+            ('--nn=3', 'run --nn=3'), ('invalid int', 'run --n=x'), ('.md or .json', 'run --out=x.txt'),
+            ('no such folder', 'run --out=nowhere/x.md'), ('must end in .png', 'run --plot=x.pdf'),
+            ("'z' is not a token", 'run --sample=wz'), ('at least one token', 'run --sample='),
+            ('1 to 96', 'run --attention=' + 'w1' * 60), ('is for --attention', 'run --heads=1.1'),
+            ('2 layers', 'run --attention=w1 --heads=3.1'),
+            ('2 heads', 'run --attention=w1 --heads=1.1,1'), ('unknown', 'run --dtype=float8'),
+            ('does not work here', 'run --device=nonsense')]:
+        code, out, err = command(*args.split())
+        assert code == 2 and out == '' and words in err, (args, err)
+        assert err.startswith('eval.py: ') and err.count('\n') == 1, (args, err)
+
+
+def test_what_fails_halfway_keeps_what_is_done(tmp_path, command):
+    """weights that overflow, say: never a NaN in a table or a file"""
+    run, other = save_run(tmp_path / 'run'), save_run(tmp_path / 'other', attn='rope')
+    saved = torch.load(tmp_path / 'run' / 'best.pt', weights_only=True)
+    saved['model']['head.weight'] *= 1e38
+    torch.save(saved, tmp_path / 'run' / 'best.pt')
+    code, out, err = command(run, '--n=2', '--json')
+    assert code == 2 and out == '' and 'the loss is not finite' in err and err.count('\n') == 1
+    code, out, err = command(other, run, '--n=2', '--json')
+    assert code == 2 and 'the loss is not finite' in err and json.loads(out)['interrupted']
+    assert [len(result['rows']) for result in json.loads(out)['runs']] == [4, 0]
 
 
 def test_ctrl_c_prints_what_is_done(tmp_path, command, monkeypatch):
-    run, calls, evaluate = save_run(tmp_path / 'run'), [], evaluation.evaluate
+    run, other, calls = save_run(tmp_path / 'run'), save_run(tmp_path / 'other', attn='rope'), []
+    evaluate = evaluation.evaluate
     def interrupted(*args):
         calls.append(args)
         if len(calls) % 3 == 0:
@@ -1355,55 +1587,106 @@ def test_ctrl_c_prints_what_is_done(tmp_path, command, monkeypatch):
     monkeypatch.setattr(evaluation, 'evaluate', interrupted)
     code, out, err = command(run, '--n=2')
     assert code == 130 and 'stopped early' in out and '| sparse |' in out and '| dense' not in out
-    code, out, err = command(run, '--n=2', '--json')
+    saved = tmp_path / 'saved.json'
+    code, out, err = command(run, other, '--n=2', '--json', f'--out={saved}')
     result = json.loads(out)
     assert code == 130 and result['interrupted'] and len(result['runs'][0]['rows']) == 2
+    assert saved.read_text() == out
+    code, again, err = command(saved)           # can be read, and still says that it is not whole
+    assert code == 0 and 'stopped early' in again and '\n| rope ' in again and 'sparse 8' in again
     monkeypatch.setattr(evaluation, 'load_run', lambda *args: exec('raise KeyboardInterrupt'))
     assert command(run) == (130, '', '\nstopped\n')
 
 
+def test_the_file_is_written_whatever_becomes_of_the_words(tmp_path, command, monkeypatch):
+    """a reader that has gone, an output without ±, a full disk"""
+    results, out = ROOT / 'results' / 'copy.json', tmp_path / 'out.md'
+    table = command(results)[1]
+    process = subprocess.Popen([sys.executable, ROOT / 'eval.py', results, f'--out={out}'],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == '' and process.wait() == 128 + signal.SIGPIPE
+    assert out.read_text() == table and '±' in table
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, 'stdout', io.TextIOWrapper(io.BytesIO(), encoding='ascii'))
+        assert command(results)[0] == 0
+        assert sys.stdout.buffer.getvalue().decode() == table.replace('±', '?')
+    monkeypatch.setattr(os, 'fsync', lambda _: exec('raise OSError("no space left on device")'))
+    code, words, err = command(results, '--split=val', '--lengths=1x', f'--out={out}')
+    assert code == 2 and 'no space left' in err and words == '' and out.read_text() == table
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    (tmp_path / 'torch.py').write_text('raise KeyboardInterrupt')
+    done = subprocess.run([sys.executable, ROOT / 'eval.py', '-h'], capture_output=True, text=True,
+                          env={**os.environ, 'PYTHONPATH': str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (130, '', '\nstopped\n')
+
+
 def is_picture(path):
-    import struct
     content = path.read_bytes()
-    width, height = struct.unpack('>II', content[16:24])
-    return content[:8] == b'\x89PNG\r\n\x1a\n' and len(content) > 5000 and width > 500 and height > 300
+    width, height = (int.from_bytes(content[at:at + 4], 'big') for at in (16, 20))
+    assert content[:8] == b'\x89PNG\r\n\x1a\n' and len(content) > 5000
+    return 500 < width < 3400 and height > 300
 
 
-def test_pictures(tmp_path, command):
-    pytest.importorskip('matplotlib')
+def test_pictures(tmp_path, command, monkeypatch):
+    plt = pytest.importorskip('matplotlib.pyplot')
+    figures = []                # of each picture: how many panels, and all that is written in it
+    def close(fig):
+        texts = [text.get_text() for ax in fig.axes for text in ax.texts]
+        legend = [text.get_text() for legend in fig.legends for text in legend.get_texts()]
+        colours = {line.get_label(): line.get_color() for line in fig.axes[0].get_lines()}
+        figures.append((len(fig.axes), texts, legend, colours))
+    monkeypatch.setattr(plt, 'close', close)
     run, rope = save_run(tmp_path / 'run'), save_run(tmp_path / 'rope', attn='rope')
-    assert command('--plot', run, rope, '--n=3', '--lengths=1x,4x')[0] == 0 and is_picture(tmp_path / 'run' / 'eval.png')
-    assert command(run, '--n=2', '--split=val', f'--plot={tmp_path}/one.png')[0] == 0 and is_picture(tmp_path / 'one.png')
     wiki = save_run(tmp_path / 'wiki', 'wikitext', **tiny_text(tmp_path))
-    assert command(wiki, '--plot', '--lengths=4,32')[0] == 0 and is_picture(tmp_path / 'wiki' / 'eval.png')
-    assert command(run, '--attention=w1i0r1')[0] == 0 and is_picture(tmp_path / 'run' / 'attention.png')
-    assert command(rope, run, '--attention=2', '--lengths=6')[0] == 0 and is_picture(tmp_path / 'rope' / 'attention.png')
+    for args, path in [
+            (('--plot', run, rope, '--n=3', '--lengths=1x,4x'), 'run/eval.png'),
+            ((run, '--n=2', '--split=val', f'--plot={tmp_path}/one.png'), 'one.png'),
+            ((wiki, '--plot', '--lengths=4,32'), 'wiki/eval.png'),
+            ((run, '--attention=w1i0r1'), 'run/attention.png'),
+            ((rope, run, '--attention=2', '--lengths=6'), 'rope/attention.png'),
+            ((rope, run, '--attention=2', '--heads=2.1', f'--plot={tmp_path}/x.png'), 'x.png')]:
+        assert command(*args)[0] == 0 and is_picture(tmp_path / path), args
+    assert [panels for panels, *_ in figures] == [4, 1, 2, 4 + 1, 8 + 1, 2 + 1]     # 1: the scale
+    assert figures[1][1] == ['trained at 8', 'tra'] and not figures[1][2]           # no legend
+    assert command(ROOT / 'results' / 'flipflop.json', f'--plot={tmp_path}/x.png')[0] == 0
+    _, texts, legend, colours = figures[-1]
+    assert len(legend) == 8 and 'rope (4 seeds)' in legend and 'rope (4 seeds)' not in texts
+    assert colours['rope (4 seeds)'] == figures[0][3]['rope'] == evaluation.COLOURS['rope']
+    assert set(evaluation.COLOURS) >= set(ATTENTIONS)
 
 
 def test_pictures_without_matplotlib(tmp_path, command, monkeypatch):
     run = save_run(tmp_path / 'run')
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     for flag in ('--plot', '--attention=w1'):
-        code, out, err = command(run, flag)
-        assert code == 2 and out == '' and err == 'eval.py: pictures need matplotlib: pip install matplotlib\n'
+        assert command(run, flag) == (
+            2, '', 'eval.py: pictures need matplotlib: pip install matplotlib\n')
 
 
-@pytest.mark.parametrize('attn', tra.ATTENTIONS)
+@pytest.mark.parametrize('attn', ATTENTIONS)
 def test_attention_parts_are_those_of_the_model(attn):
-    task = data.make_task('flipflop', 8)
+    task = make_task('flipflop', 8)
     model = coin_model(task, attn).eval()
     idx, outputs = torch.tensor([task.encode('w1i0i1w0r0')]), []
-    for block in model.blocks:
-        block.attn.register_forward_hook(lambda module, args, out: outputs.append((module, args[0], out)))
+    hooks = [block.attn.register_forward_hook(lambda module, args, out: outputs.append(
+        (module, args[0], out))) for block in model.blocks]
     model(idx)
-    outputs = outputs[:2]
+    for hook in hooks:
+        hook.remove()
     for parts, (module, x, out) in zip(evaluation.attention_parts(model, idx), outputs):
-        v = module.qkv(x)[0, :, 32:].view(10, 2, 8).transpose(0, 1)                     # (H, T, D)
-        y = module.proj((torch.tensor(parts['weights']) @ v).transpose(0, 1).reshape(10, 16))
-        torch.testing.assert_close(y, out[0], atol=1e-5, rtol=1e-4)
+        v = module.qkv(x)[0, :, 32:].view(10, 2, 8).transpose(0, 1)                 # (H, T, D)
+        y = (torch.tensor(parts['weights']) @ v).transpose(0, 1).reshape(10, 16)
+        torch.testing.assert_close(module.proj(y), out[0], atol=1e-5, rtol=1e-4)
         assert ('gate' in parts) == ('keep' in parts) == (attn == 'tra')
         if attn == 'tra':
-            np.testing.assert_allclose(parts['gate'], module.gate(x)[0].sigmoid().T.detach(), atol=1e-6)
+            gate = module.gate(x)[0].sigmoid().T.detach()
+            np.testing.assert_allclose(parts['gate'], gate, atol=1e-6)
+            assert ((parts['weights'] > 0) <= (parts['keep'] > 0)).all()
+            for h, i, j in np.argwhere(parts['keep']):      # and counted one by one
+                assert parts['count'][h, i, j] == sum(parts['keep'][h, i, j:i + 1]), (h, i, j)
 
 
 def test_sample(tmp_path, command):
@@ -1417,26 +1700,43 @@ def test_sample(tmp_path, command):
     assert command(wiki, '--sample=The ', '--tokens=5')[1].startswith('The ')
 
 
-def test_benchmark(command, tmp_path):
-    code, out, _ = command('--bench', '--quick', '--json', f'--out={tmp_path}/bench.md')
+def test_benchmark(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, 'BENCH', {
+        'kernel': (64, 128, 192), 'tokens': 256, 'dense': 64, 'sdpa': 128, 'forgetful': (256, 512),
+        'step': [('tiny', 1, 2, 16, 1, 0.0), ('tiny', 1, 2, 16, 1, 0.01)], 'generate': (64,),
+        'repeats': 1})
+    code, out, _ = command('--bench', '--json', f'--out={tmp_path}/bench.md')
     result = json.loads(out)
     assert code == 0 and result['max_error'] < 1e-4
-    assert [row['T'] for row in result['kernel']] == [64, 128] and [row['size'] for row in result['step']] == ['mini', 'medium']
-    assert all(row['forward_backward_ms'][key] > 0 for row in result['kernel'] for key in ('dense', 'blockwise', 'sdpa'))
-    assert result['generate'][0]['tra'] > 0 and result['forgetful'][0]['blockwise_ms'] > 0
+    rows = result['kernel']
+    assert [(row['T'], row['batch']) for row in rows] == [(64, 4), (128, 2), (192, 1)]
+    for key, measured in {'random gates': 3, 'never forget': 2, 'SDPA': 2, 'dense': 1,
+                          'MB: blockwise': 3, 'MB: SDPA': 2, 'MB: dense': 1}.items():
+        assert [row[key] is not None for row in rows] == [n < measured for n in range(3)], key
+    assert rows[0]['never / SDPA'] == rows[0]['never forget'] / rows[0]['SDPA'] > 0
+    assert rows[2]['random / SDPA'] is None
+    assert [row['dropout'] for row in result['step']] == [0.0, 0.01]
+    assert all(row['TRA / RoPE'] == row['TRA'] / row['RoPE'] > 0 for row in result['step'])
+    assert result['generate'][0]['TRA'] > 0 and result['forgetful'][0]['SDPA'] is None
     text = (tmp_path / 'bench.md').read_text()
     assert text == evaluation.bench_report(result) + '\n' and 'grows as T^' in text
-    row, step = result['kernel'][1], result['step'][0]
-    times = row['forward_backward_ms']
-    assert f"{times['dense'] / times['blockwise']:.1f} |" in text and f"{times['blockwise'] / times['sdpa']:.2f} |" in text
-    assert f"{step['tra_ms'] / step['rope_ms']:.2f} |" in text
+    assert f"{result['step'][0]['TRA / RoPE']:.2f} |\n| tiny " in text
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('device, waits', [('cpu', 0), ('cuda', 4), ('cuda:1', 4), ('mps', 4)])
+def test_the_clock_waits_for_the_device(device, waits, monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, 'synchronize', waited.append)
+    evaluation.clock([lambda: None], 1, device)
+    assert waited == [device] * waits
+
+
+# --------------------------------------------------------------------------------------------------
 # train.py: tiny runs, most in this process
 
-TINY = {'train_length': 16, 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'dropout': 0.1, 'batch_size': 8, 'max_iters': 20, 'learning_rate': 1e-2,
-        'log_interval': 1, 'eval_interval': 10, 'save_interval': 5, 'eval_n': 8, 'final_n': 8, 'eval_lengths': 1}
+TINY = {'train_length': 16, 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'dropout': 0.1,
+        'batch_size': 8, 'max_iters': 20, 'learning_rate': 1e-2, 'log_interval': 1,
+        'eval_interval': 10, 'save_interval': 5, 'eval_n': 8, 'final_n': 8, 'eval_lengths': 1}
 
 
 def as_args(settings):
@@ -1444,18 +1744,23 @@ def as_args(settings):
 
 
 def train(*args, **settings):
-    """Runs train.py with these arguments in this process, from fresh: (exit code, stdout, stderr)."""
+    """Runs train.py with these arguments in this process: (exit code, stdout, stderr)."""
     out, err, code = io.StringIO(), io.StringIO(), 0
-    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers, hook = [signal.getsignal(number) for number in numbers], sys.excepthook
     argv, sys.argv = sys.argv, ['train.py', *map(str, args), *as_args(settings)]
+    flock, fcntl.flock = fcntl.flock, lambda *_: None       # this process would lock itself out
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
+            try:
+                runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
+            except Exception:
+                sys.excepthook(*sys.exc_info())             # as Python itself would
     except SystemExit as stop:
-        code = stop.code
+        code = stop.code or 0
     finally:
-        sys.argv = argv
-        for number, handler in handlers:
+        sys.argv, sys.excepthook, fcntl.flock = argv, hook, flock
+        for number, handler in zip(numbers, handlers):
             signal.signal(number, handler)
     return code, out.getvalue(), err.getvalue()
 
@@ -1464,10 +1769,11 @@ def tiny(out_dir, *args, **changes):
     return train(*args, **{**TINY, 'out_dir': out_dir, **changes})
 
 
-def start(*args, launcher=(sys.executable,)):
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'TORCHDYNAMO_DISABLE': '1'}
-    return subprocess.Popen([*launcher, str(ROOT / 'train.py'), *args], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT)
+def start(*args, launcher=(sys.executable,), **options):
+    env = {'OMP_NUM_THREADS': '1', 'TORCHDYNAMO_DISABLE': '1', **options.pop('env', {})}
+    return subprocess.Popen([*launcher, str(ROOT / 'train.py'), *args], cwd=ROOT, text=True,
+                            env={**os.environ, **env}, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, **options)
 
 
 def wait_for(process, text):
@@ -1477,55 +1783,86 @@ def wait_for(process, text):
     raise AssertionError(f'train.py ended without {text!r}')
 
 
-def weights(folder, name='last.pt'):
-    return torch.load(Path(folder) / name, weights_only=True)['model']
+def load(folder, name='last.pt'):
+    return torch.load(Path(folder) / name, weights_only=True)
 
 
-def same(a, b):
+def same(a, b, name='last.pt'):
+    a, b = load(a, name)['model'], load(b, name)['model']
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def losses(folder):
-    entries = [json.loads(line) for line in (Path(folder) / 'metrics.jsonl').read_text().splitlines()]
-    return {entry['step']: entry['loss'] for entry in entries if 'lr' in entry}
-
-
 def timeless(folder):
-    return [{k: v for k, v in json.loads(line).items() if k != 'ms'} for line in (Path(folder) / 'metrics.jsonl').read_text().splitlines()]
+    """metrics.jsonl but for the milliseconds"""
+    lines = (Path(folder) / 'metrics.jsonl').read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != 'ms'} for line in lines]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def losses(folder):
+    return {entry['step']: entry['loss'] for entry in timeless(folder) if 'lr' in entry}
+
+
+# --------------------------------------------------------------------------------------------------
 # a whole run
 
 def test_run_leaves_table_files_and_next_command(tmp_path):
-    code, out, err = tiny(tmp_path / 'run', eval_lengths='1,2')
+    run = tmp_path / 'run'
+    code, out, err = tiny(run, eval_lengths='1,2')
     assert (code, err) == (0, '')
     assert 'step 20/20 | loss ' in out and '| eta 0:00:00' in out and 'device cpu' in out
-    assert out.count('\nfinal | flipflop | tra | seed 0 | step 20 | val@16 ') == 1
+    assert 'step 1/20 | ' in out and 'first step done after' in out
+    best = load(run, 'best.pt')['step']
+    assert out.count(f'\nfinal | flipflop | tra | seed 0 | best.pt, step {best} | val@16 ') == 1
     assert '--attn=rope' in out and 'python eval.py' in out
-    assert sorted(x.name for x in (tmp_path / 'run').iterdir()) == ['best.pt', 'config.json', 'last.pt', 'metrics.jsonl']
-    config = json.loads((tmp_path / 'run' / 'config.json').read_text())
+    files = ['best.pt', 'config.json', 'last.pt', 'metrics.jsonl']
+    assert sorted(x.name for x in run.iterdir()) == files
+    config = json.loads((run / 'config.json').read_text())
     assert config['n_embd'] == 16 and config['eval_lengths'] == [1, 2] and config['device'] == 'cpu'
-    checkpoint = torch.load(tmp_path / 'run' / 'last.pt', weights_only=True)
-    assert set(checkpoint) == {'model', 'optimizer', 'step', 'best', 'config', 'model_config'} and checkpoint['step'] == 20
-    assert checkpoint['model_config']['vocab_size'] == 5 and not any('_orig_mod' in key for key in checkpoint['model'])
+    checkpoint = load(run)
+    fields = {'model', 'optimizer', 'step', 'best', 'config', 'model_config', 'run'}
+    assert set(checkpoint) == fields
+    assert checkpoint['step'] == 20 and checkpoint['model_config']['vocab_size'] == 5
+    assert not any('_orig_mod' in key for key in checkpoint['model'])
+    # what may change on resume is kept apart from what makes the run what it is
+    assert checkpoint['config']['max_iters'] == 20 and checkpoint['config']['seed'] == 0
+    assert {'out_dir', 'eval_n', 'data_dir', 'device'} < set(checkpoint['run'])
+    assert {**checkpoint['config'], **checkpoint['run'], 'eval_lengths': [1, 2]} == config
 
-    before = timeless(tmp_path / 'run')
-    assert len([e for e in before if 'lr' in e]) == 20 and len([e for e in before if 'final' in e]) == 8
-    code, out, _ = tiny(tmp_path / 'run', resume=True, eval_lengths='1,2')              # finished: only the table again
+    before = timeless(run)
+    assert len(losses(run)) == 20 and len([entry for entry in before if 'final' in entry]) == 8
+    with open(run / 'metrics.jsonl', 'ab') as f:                        # damaged lines do no harm
+        f.write(b'{"step": 3\n[1]\n"x"\n{"loss": 1}\n\xff\xfe\n')
+    code, out, _ = tiny(run, resume=True, eval_lengths='1,2')           # finished: the table again
     assert code == 0 and 'complete' in out and 'final | ' in out and 'loss' not in out
-    assert timeless(tmp_path / 'run') == before
-    code, _, err = tiny(tmp_path / 'run')                                               # not overwritten silently
-    assert code == 2 and '--resume=True' in err and '--overwrite=True' in err and err.count('\n') == 1
-    code, _, _ = tiny(tmp_path / 'run', overwrite=True, max_iters=5)
-    assert code == 0 and max(losses(tmp_path / 'run')) == 5
-    code, _, _ = tiny(tmp_path / 'run', resume=True, max_iters=8, log_interval=2)       # what may change
-    assert code == 0 and list(losses(tmp_path / 'run')) == [1, 2, 3, 4, 5, 6, 8]
+    assert timeless(run) == before
+    code, _, err = tiny(run)                                            # not overwritten silently
+    assert code == 2 and err.count('\n') == 1 and '--resume=True' in err
+    assert '--overwrite=True' in err
+    code, _, _ = tiny(run, overwrite=True, max_iters=5)
+    assert code == 0 and max(losses(run)) == 5
+    code, _, _ = tiny(run, resume=True, max_iters=8, log_interval=2)    # what may change
+    assert code == 0 and list(losses(run)) == [1, 2, 3, 4, 5, 6, 8]
+
+
+def test_the_final_table_is_the_one_of_eval(tmp_path, command):
+    """of best.pt, although the weights got worse afterwards"""
+    code, out, _ = tiny(tmp_path, eval_interval=1, max_iters=40, learning_rate=0.05, eval_n=32)
+    errors = [e['token_error'] for e in timeless(tmp_path)
+              if e.get('split') == 'val' and 'final' not in e]
+    best = load(tmp_path, 'best.pt')
+    # of equals the later one, which has learned for longer
+    latest = max(i + 1 for i, error in enumerate(errors) if error == min(errors))
+    assert best['best'] == min(errors) and best['step'] == latest
+    table = [line for line in out.splitlines() if line.startswith('|')]
+    assert len(table) > 3 and 'evaluating best.pt' in out and f'best.pt, step {latest}' in out
+    printed = command(tmp_path, '--n=8')[1]
+    assert '\n'.join(table) in printed and f'best.pt, step {latest}' in printed
 
 
 def test_default_out_dir_tells_runs_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path('small.py').write_text('\n'.join(f'{k} = {v!r}' for k, v in TINY.items()) + '\nmax_iters = 2\n')
+    lines = [f'{k} = {v!r}' for k, v in TINY.items()]
+    Path('small.py').write_text('\n'.join(lines) + '\nmax_iters = 2\n')
     for seed, attn in ((0, 'tra'), (3, 'rope')):
         assert train('small.py', seed=seed, attn=attn)[0] == 0
         assert Path(f'out/small-{attn}-{seed}/last.pt').exists()
@@ -1534,12 +1871,12 @@ def test_default_out_dir_tells_runs_apart(tmp_path, monkeypatch):
 def test_evaluation_and_logging_do_not_touch_training(tmp_path):
     tiny(tmp_path / 'a', eval_interval=3, save_interval=2, log_interval=4)
     tiny(tmp_path / 'b', eval_interval=1000, save_interval=1000, log_interval=1000)
-    assert same(weights(tmp_path / 'a'), weights(tmp_path / 'b'))
+    assert same(tmp_path / 'a', tmp_path / 'b')
     tiny(tmp_path / 'c', seed=1)
-    assert not same(weights(tmp_path / 'a'), weights(tmp_path / 'c'))
+    assert not same(tmp_path / 'a', tmp_path / 'c')
 
 
-@pytest.mark.parametrize('task', ['flipflop', 'copy'])             # rows of copy have different numbers of scored tokens
+@pytest.mark.parametrize('task', ['flipflop', 'copy'])     # rows of copy differ in scored tokens
 def test_gradient_accumulation_is_one_large_batch(tmp_path, task):
     tiny(tmp_path / 'a', task=task, dropout=0, batch_size=8)
     tiny(tmp_path / 'b', task=task, dropout=0, batch_size=2, gradient_accumulation_steps=4)
@@ -1547,28 +1884,21 @@ def test_gradient_accumulation_is_one_large_batch(tmp_path, task):
     assert max(abs(a[step] - b[step]) for step in a) < 1e-4
 
 
-def test_best_is_never_replaced_by_a_worse_one(tmp_path):
-    tiny(tmp_path, eval_interval=1, max_iters=40, learning_rate=0.05, eval_n=32)
-    errors = [e['token_error'] for e in timeless(tmp_path) if e.get('split') == 'val' and 'final' not in e]
-    best = torch.load(tmp_path / 'best.pt', weights_only=True)
-    lowest = min(errors)
-    assert best['best'] == lowest and best['step'] == max(i + 1 for i, error in enumerate(errors) if error == lowest)
-
-
-def test_learning_rate_schedule():
-    module = runpy.run_path(str(ROOT / 'train.py'), run_name='train')
-    get_lr = module['get_lr']
-    get_lr.__globals__.update(max_iters=100, warmup_ratio=0.05, min_lr_ratio=0.1, learning_rate=2.0)
-    assert [get_lr(s) for s in range(5)] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
-    assert get_lr(5) == 2.0 and get_lr(100) == pytest.approx(0.2)
-    assert get_lr(52) == pytest.approx(0.2 + 1.8 * (1 + math.cos(math.pi * 47 / 95)) / 2)
-    get_lr.__globals__.update(warmup_ratio=0.0, min_lr_ratio=1.0)
-    assert {get_lr(s) for s in range(100)} == {2.0}
+@pytest.mark.parametrize('warmup, floor', [(0.05, 0.1), (0, 1)])
+def test_learning_rate_schedule(tmp_path, warmup, floor):
+    tiny(tmp_path, max_iters=100, warmup_ratio=warmup, min_lr_ratio=floor, learning_rate=2e-3,
+         eval_interval=100)
+    rates = [entry['lr'] for entry in timeless(tmp_path) if 'lr' in entry]
+    rising = [4e-4, 8e-4, 1.2e-3, 1.6e-3, 2e-3] if warmup else []
+    falling = 100 - len(rising)
+    cosine = [2e-3 * (floor + (1 - floor) * (1 + math.cos(math.pi * step / falling)) / 2)
+              for step in range(falling)]
+    assert rates == pytest.approx(rising + cosine)
 
 
 def test_weight_decay_is_for_matrices_only(tmp_path):
     tiny(tmp_path, max_iters=1, weight_decay=0.5)
-    checkpoint = torch.load(tmp_path / 'last.pt', weights_only=True)
+    checkpoint = load(tmp_path)
     matrices, vectors = checkpoint['optimizer']['param_groups']
     assert (matrices['weight_decay'], vectors['weight_decay']) == (0.5, 0.0)
     assert len(matrices['params']) == sum(p.dim() >= 2 for p in checkpoint['model'].values())
@@ -1578,110 +1908,206 @@ def test_weight_decay_is_for_matrices_only(tmp_path):
 def test_compile_and_bfloat16(tmp_path):
     code, out, err = tiny(tmp_path, attn='nope', compile='true', dtype='bfloat16', max_iters=3)
     assert code == 0, err
-    assert 'compile True (as told)' in out and 'first step done' in out
-    assert all('_orig_mod' not in key and p.dtype == torch.float32 for key, p in weights(tmp_path).items())
+    assert 'compile True (as told)' in out and 'dtype bfloat16 (as told)' in out
+    weights = load(tmp_path)['model']
+    assert all('_orig_mod' not in key and p.dtype == torch.float32 for key, p in weights.items())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def test_perplexity_beyond_floats(tmp_path):
+    """a loss whose exponential overflows is evaluated, logged and saved"""
+    text = tiny_text(tmp_path)
+    code, _, err = tiny(tmp_path / 'run', task='wikitext', **text, max_iters=3, learning_rate=100,
+                        min_lr_ratio=1, warmup_ratio=0, weight_decay=0, eval_n=32)
+    assert code == 0 and load(tmp_path / 'run', 'best.pt')['best'] > 709, err
+
+
+def test_interactive_python_has_the_model(tmp_path):
+    run = start(*as_args({**TINY, 'max_iters': 5, 'out_dir': tmp_path}), stdin=subprocess.PIPE,
+                launcher=(sys.executable, '-i'))
+    out = run.communicate("print('at hand:', type(model).__name__, type(optimizer).__name__, "
+                          'source.name, step)\n')[0]
+    assert run.returncode == 0 and 'at hand: Decoder AdamW flipflop 5' in out, out
+
+
+# --------------------------------------------------------------------------------------------------
 # runs that are cut short
 
 def test_killed_three_times_ends_in_the_same_weights(tmp_path):
     settings = {**TINY, 'max_iters': 300, 'save_interval': 25, 'eval_interval': 100}
-    whole = start(*as_args({**settings, 'out_dir': tmp_path / 'whole'}))
+    a, b = tmp_path / 'whole', tmp_path / 'killed'
+    whole = start(*as_args({**settings, 'out_dir': a}))
     for kill in range(4):
-        run = start(*as_args({**settings, 'out_dir': tmp_path / 'killed', 'resume': kill > 0}))
+        run = start(*as_args({**settings, 'out_dir': b, 'resume': kill > 0}))
         if kill < 3:
             wait_for(run, f'step {75 * kill + 40}/')
             time.sleep(random.random() / 4)
             run.kill()
             run.wait()
-            assert torch.load(tmp_path / 'killed' / 'last.pt', weights_only=True)['step'] < 300
+            assert load(b)['step'] < 300
         else:
             assert 'final | ' in run.communicate()[0]
     assert 'final | ' in whole.communicate()[0]
-    assert same(weights(tmp_path / 'whole'), weights(tmp_path / 'killed'))
-    assert same(weights(tmp_path / 'whole', 'best.pt'), weights(tmp_path / 'killed', 'best.pt'))
-    assert timeless(tmp_path / 'whole') == timeless(tmp_path / 'killed')
+    assert same(a, b) and same(a, b, 'best.pt') and timeless(a) == timeless(b)
 
 
 def test_signals_save_and_say_how_to_resume(tmp_path):
-    signals = (signal.SIGINT, signal.SIGTERM)
-    runs = {number: start(*as_args({**TINY, 'max_iters': 100000, 'out_dir': tmp_path / number.name})) for number in signals}
-    for number, run in runs.items():
+    endless = {**TINY, 'max_iters': 100000, 'save_interval': 100000}
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    runs = [start(*as_args({**endless, 'out_dir': tmp_path / number.name})) for number in numbers]
+    for number, run in zip(numbers, runs):
         wait_for(run, 'step 7/')
+        folder = tmp_path / number.name
+        if run is runs[0]:                                  # a second one is refused while it lives
+            second = start(*as_args({**TINY, 'out_dir': folder, 'overwrite': True}))
+            assert f'train.py: another process is training in {folder}' in second.communicate()[0]
+            assert second.returncode == 2
         run.send_signal(number)
         out = run.communicate()[0]
         assert run.returncode == 128 + number and 'Traceback' not in out
-        step = torch.load(tmp_path / number.name / 'last.pt', weights_only=True)['step']
-        assert f'{number.name}: stopped after step {step}' in out
-        assert f'--out_dir={tmp_path / number.name} --resume=True' in out
+        step = load(folder)['step']
+        assert step >= 7 and f'{number.name}: stopped after step {step}' in out
+        assert f'--out_dir={folder} --resume=True' in out
+
+
+def test_saves_when_nobody_listens(tmp_path):
+    """tee dies of the same Ctrl-C, or head has seen enough: the run saves and ends silently"""
+    endless = {**TINY, 'max_iters': 100000, 'save_interval': 100000}
+    numbers = (signal.SIGINT, signal.SIGPIPE)
+    runs = [start(*as_args({**endless, 'out_dir': tmp_path / number.name})) for number in numbers]
+    for number, run in zip(numbers, runs):
+        wait_for(run, 'step 7/')
+        run.stdout.close()
+        if number == signal.SIGINT:
+            run.send_signal(number)
+        assert run.wait(60) == 128 + number and load(tmp_path / number.name)['step'] >= 7
+
+
+def test_ctrl_c_in_the_last_evaluation_ends_the_run(tmp_path, monkeypatch):
+    evaluate, calls = evaluation.evaluate, []
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*args)
+    monkeypatch.setattr(evaluation, 'evaluate', interrupted)
+    monkeypatch.setattr(os, 'write', lambda *_: exec('raise BrokenPipeError'))
+    code, out, err = tiny(tmp_path, max_iters=3)
+    assert code == 130 and 'stopped after step 3' in out and 'final | ' not in out and err == ''
+    assert load(tmp_path)['step'] == load(tmp_path, 'best.pt')['step'] == 3
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    (tmp_path / 'torch.py').write_text('import os, signal, time\n'
+                                       'os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n')
+    run = start(env={'PYTHONPATH': str(tmp_path)})
+    assert run.communicate() == ('', None) and run.returncode == -signal.SIGINT
 
 
 def test_two_processes_train_as_one_and_resume(tmp_path):
-    settings = {**TINY, 'task': 'copy', 'train_length': 7, 'dropout': 0, 'gradient_accumulation_steps': 2, 'max_iters': 60}
+    settings = {**TINY, 'task': 'copy', 'train_length': 7, 'dropout': 0, 'max_iters': 60,
+                'gradient_accumulation_steps': 2}
     assert train(**{**settings, 'out_dir': tmp_path / 'one'})[0] == 0
     torchrun = (sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone')
     run = start(*as_args({**settings, 'out_dir': tmp_path / 'two'}), launcher=torchrun)
     wait_for(run, 'step 10/')
     run.send_signal(signal.SIGTERM)
     out = run.communicate()[0]
-    step = torch.load(tmp_path / 'two' / 'last.pt', weights_only=True)['step']
-    assert 10 <= step < 60 and out.count('stopped after step') == 1 and out.count(f'step {step}/') == 1
-    run = start(*as_args({**settings, 'out_dir': tmp_path / 'two', 'resume': True}), launcher=torchrun)
+    step = load(tmp_path / 'two')['step']
+    assert 10 <= step < 60 and out.count('stopped after step') == 1
+    assert out.count(f'step {step}/') == 1
+    resumed = as_args({**settings, 'out_dir': tmp_path / 'two', 'resume': True})
+    run = start(*resumed, launcher=torchrun)
     out = run.communicate()[0]
-    assert run.returncode == 0 and out.count('final | ') == 1 and '2 processes' in out
+    assert run.returncode == 0 and out.count('final | ') == 1 and 'processes: 2' in out
     one, two = losses(tmp_path / 'one'), losses(tmp_path / 'two')
     assert list(one) == list(two) == list(range(1, 61)) and one[60] < one[1] - 0.1
     assert max(abs(one[step] - two[step]) for step in one) < 1e-4
 
 
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
-    code, out, err = tiny(tmp_path, learning_rate=1e38, save_interval=1, max_iters=50, warmup_ratio=0)
-    assert code == 1 and 'not finite at step' in err and f'{tmp_path}/last.pt of step' in err and err.count('\n') == 1
-    checkpoint = torch.load(tmp_path / 'last.pt', weights_only=True)
-    assert f'of step {checkpoint["step"]};' in err and all(p.isfinite().all() for p in checkpoint['model'].values())
+    for warmup, name in ((0, 'at once'), (1, 'later')):
+        code, out, err = tiny(tmp_path / name, learning_rate=1e38, save_interval=1, max_iters=50,
+                              warmup_ratio=warmup)
+        assert code == 1 and 'not finite at step' in err and err.count('\n') == 1
+    assert not list((tmp_path / 'at once').iterdir())
+    checkpoint = load(tmp_path / 'later')
+    assert f'{tmp_path}/later/last.pt of step {checkpoint["step"]};' in err
+    assert all(p.isfinite().all() for p in checkpoint['model'].values())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def test_overwrite_gives_the_old_run_away_late(tmp_path):
+    """only when the new one has made a step and saved it"""
+    def refused(code, words, complaint):
+        assert code == 2 and complaint in words and 'Traceback' not in words
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    tiny(tmp_path, max_iters=3)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    code, _, err = tiny(tmp_path, overwrite=True, n_embd=2 ** 40)
+    refused(code, err, 'train.py: this does not fit in memory')
+    full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+    run = start(*as_args({**TINY, 'out_dir': tmp_path, 'overwrite': True}), preexec_fn=full)
+    out = run.communicate()[0]
+    refused(run.returncode, out, f'train.py: cannot write {tmp_path}/last.pt: ')
+
+
+# --------------------------------------------------------------------------------------------------
 # settings
 
 def settings_of(*args):
-    return runpy.run_path(str(ROOT / 'train.py'), run_name='train')['read_settings'](args)[0]
+    """{setting: value}, as -h shows them"""
+    code, out, err = train(*args, '-h')
+    assert code == 0, err
+    found = re.findall(r"(?m)^  --(\w+) +\w+ +('[^']*'|\([^)]*\)|\S+) +\w", out)
+    return {key: ast.literal_eval(value) for key, value in found}
 
 
 def test_files_and_flags(tmp_path):
     file = tmp_path / 'x.py'
-    file.write_text('"""A comment."""\n# another\ndropout = 0\neval_lengths = [1, 2, 8]\nattn = "rope"\ncompile = False\nout_dir = None\n'
-                    'min_lr_ratio = -0.0\n')
-    s = settings_of('--seed', '7', '--attn=fot', str(file), '--compile=false', '--batch_size 32'.split()[0], '32', '--resume=true')
-    assert s['attn'] == 'fot' and s['seed'] == 7 and s['batch_size'] == 32 and s['resume'] is True and s['compile'] is False
+    file.write_text('"""A comment."""\n# another\ndropout = 0\neval_lengths = [1, 2, 2 * 4]\n'
+                    'attn = "rope"\ncompile = False\nout_dir = None\nmin_lr_ratio = -0.0\n'
+                    'n_embd = 4 * 64\nbatch_size = 2 ** 10 // 3 - (1 + 1)\n'
+                    'learning_rate = 3 / 1000\n')
+    s = settings_of('--seed', '7', '--attn=fot', file, '--compile=false', '--eval_n', '4 * 8',
+                    '--resume=true')
+    assert s['attn'] == 'fot' and s['seed'] == 7 and s['resume'] is True and s['compile'] is False
     assert s['dropout'] == 0.0 and type(s['dropout']) is float and s['eval_lengths'] == (1, 2, 8)
-    assert s['out_dir'] == 'out/x-fot-7' and s['n_embd'] == 256
-    assert settings_of('--dropout=0', '--learning_rate', '3e-4', '--eval_lengths=1,4,16')['eval_lengths'] == (1, 4, 16)
+    assert s['out_dir'] == 'out/x-fot-7' and s['n_layer'] == 4
+    assert (s['n_embd'], s['batch_size'], s['learning_rate'], s['eval_n']) == (256, 339, 0.003, 32)
+    s = settings_of('--learning_rate', '3e-4', '--eval_lengths=1,4,16')
+    assert s['eval_lengths'] == (1, 4, 16) and s['learning_rate'] == 3e-4
     assert settings_of('--eval_lengths=4', '--grad_clip=-0')['eval_lengths'] == (4,)
     assert settings_of()['out_dir'] == 'out/flipflop-tra-0'
     assert settings_of('--out_dir=True story', '--out_dir=1')['out_dir'] == '1'
 
 
 def test_help_lists_every_setting():
+    """key, type, value and comment of each; defaults of the model are those of tra.Config"""
     code, out, _ = train('-h')
-    module = runpy.run_path(str(ROOT / 'train.py'), run_name='train')
-    lines = [line.split() for line in out.splitlines() if line.startswith('  --')]
-    assert code == 0 and [line[0] for line in lines] == [f'--{key}' for key in module['DEFAULTS']]
-    assert all(len(line) > 3 for line in lines)                     # key, type, default, comment
+    lines = [line.split(maxsplit=3) for line in out.splitlines() if line.startswith('  --')]
+    assert code == 0 and all(len(line) == 4 for line in lines)
     assert ['--n_layer', 'int', '4', 'blocks'] in lines
+    defaults = settings_of()
+    assert [line[0] for line in lines] == [f'--{key}' for key in defaults] and len(defaults) > 40
+    for field in dataclasses.fields(Config)[1:]:                    # all but vocab_size
+        assert defaults[field.name] == field.default, field.name
+    for key, default in make_task.__kwdefaults__.items():
+        assert defaults[key] == default, key
 
 
 @pytest.mark.parametrize('line, complaint', [
     ('n_layers = 4', "x.py:2: unknown setting 'n_layers', did you mean 'n_layer'?"),
     ('n_layer = 2.5', 'x.py:2: n_layer wants int'),
     ('n_layer = True', 'x.py:2: n_layer wants int'),
+    ('n_layer = 10 ** 30', 'x.py:2: n_layer must be below'),
     ('dropout = "high"', 'x.py:2: dropout wants float'),
     ('dropout = 1e999', 'x.py:2: dropout wants float'),
     ('task = None', 'x.py:2: task wants str'),
     ('eval_lengths = (1, "2")', 'x.py:2: eval_lengths wants whole numbers'),
     ('eval_lengths = ()', 'x.py:2: eval_lengths wants whole numbers'),
-    ('batch_size = 4 * 8', "x.py:2: batch_size wants a plain value, not '4 * 8'"),
+    ('batch_size = 9 ** 9 ** 9', "x.py:2: batch_size wants a plain value"),
+    ('batch_size = 1 // 0', "x.py:2: batch_size wants a plain value"),
+    ('task = "a" * 4', "x.py:2: task wants a plain value"),
+    ('seed = n_embd * 2', "seed wants a plain value or arithmetic on such, not 'n_embd * 2'"),
     ('batch_size = open("/etc/passwd")', 'x.py:2: batch_size wants a plain value'),
     ('import os', "x.py:2: a config file has lines like batch_size = 32, not 'import os'"),
     ('seed = batch_size = 1', 'x.py:2: a config file has'),
@@ -1692,7 +2118,8 @@ def test_bad_config_file(tmp_path, line, complaint):
     file = tmp_path / 'x.py'
     file.write_text(f'seed = 1\n{line}\n')
     code, out, err = train(file)
-    assert (code, out) == (2, '') and complaint in err and err.count('\n') == 1 and 'Traceback' not in err
+    assert (code, out) == (2, '') and complaint in err and err.count('\n') == 1
+    assert 'Traceback' not in err
 
 
 @pytest.mark.parametrize('args, complaint', [
@@ -1711,17 +2138,25 @@ def test_bad_config_file(tmp_path, line, complaint):
     (['--train_length=7'], 'flipflop length 7 must be even'),
     (['--task=copy', '--repeats=False', '--train_length=20'], 'n_symbols'),
     (['--max_iters=0'], 'max_iters must be at least 1'),
+    (['--eval_lengths=2,0'], 'eval_lengths must be at least 1, not 0'),
     (['--seed=-1'], 'seed must be at least 0'),
-    (['--beta2=1'], 'beta2 1.0 must be below 1'),
+    (['--warmup_ratio=2'], 'warmup_ratio must be at least 0 and at most 1, not 2'),
+    (['--beta2=1'], 'beta2 must be at least 0 and at most 0.999'),
     (['--device=tpu9'], "device 'tpu9' does not work here"),
     (['--dtype=float16'], "dtype 'float16' is unknown"),
     (['--resume=True', '--overwrite=True'], 'choose one'),
     (['--resume=True'], 'nothing to resume'),
+    (['--out_dir='], 'out_dir is empty'),
     (['--task=wikitext', '--data_dir=nowhere'], 'python data.py wikitext103 --data_dir=nowhere'),
+    (['RANK=1'], 'RANK is 1 and WORLD_SIZE 1'),
+    (['RANK=1', 'WORLD_SIZE=2', '--device=cuda:1'], "device 'cuda:1' is for one process"),
 ])
 def test_bad_flag(tmp_path, monkeypatch, args, complaint):
     monkeypatch.chdir(tmp_path)
-    code, _, err = train(*args)
+    for arg in args:
+        if arg.startswith(('RANK', 'WORLD')):
+            monkeypatch.setenv(*arg.split('='))
+    code, _, err = train(*(arg for arg in args if not arg.startswith(('RANK', 'WORLD'))))
     assert code == 2 and complaint in err and err.count('\n') == 1 and 'Traceback' not in err
     assert not Path('out').exists()
 
@@ -1730,13 +2165,19 @@ def test_bad_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny('run', max_iters=3)
     last = Path('run/last.pt')
-    good = torch.load(last, weights_only=True)
+    good = load('run')
 
-    def refused(complaint, **changes):
+    def refused(complaint, content=None, **changes):
+        torch.save(good if content is None else content, last)
+        if content == b'':
+            last.write_bytes(last.read_bytes()[:-1000])
         before = last.read_bytes()
         code, _, err = tiny('run', resume=True, **{'max_iters': 3, **changes})
         assert code == 2 and 'run/last.pt' in err and complaint in err and err.count('\n') == 1, err
         assert last.read_bytes() == before
+
+    def changed(key, **changes):
+        return {**good, key: {**good[key], **changes}}
 
     refused('n_embd=16, but 32', n_embd=32)
     refused("attn='tra', but 'rope'", attn='rope')
@@ -1744,24 +2185,47 @@ def test_bad_checkpoints(tmp_path, monkeypatch):
     refused('batch_size=8, but 4', batch_size=4)
     refused('vocab_size', task='copy')
     refused('step 3, beyond max_iters 2', max_iters=2)
-    torch.save({**good, 'model': {**good['model'], 'embed.weight': torch.zeros(7, 16)}}, last)
-    refused('does not fit')
-    torch.save({key: good[key] for key in good if key != 'optimizer'}, last)
-    refused('cannot be resumed')
-    torch.save({'weights': 1}, last)
-    refused('no checkpoint')
-    torch.save(good, last)
-    last.write_bytes(last.read_bytes()[:-1000])
-    refused('damaged')
-    torch.save({**good, 'config': Trap()}, last)
-    refused('pickled object')
+    refused('step -1, beyond', {**good, 'step': -1})
+    refused("'n_wings', which this train.py does not know", changed('config', n_wings=2))
+    refused('does not fit', changed('model', **{'embed.weight': torch.zeros(7, 16)}))
+    refused("'embed.weight' is not a tensor of finite", changed('model', **{
+        'embed.weight': torch.full((5, 16), math.nan)}))
+    refused("'embed.weight' is not a tensor of finite", changed('model', **{'embed.weight': 'x'}))
+    state = good['optimizer']['state']
+    refused('cannot be resumed', {key: good[key] for key in good if key != 'optimizer'})
+    refused('moments are missing', changed('optimizer', state={}))
+    refused('damaged moments', changed('optimizer', state={
+        **state, 0: {**state[0], 'exp_avg': torch.full((5, 16), math.inf)}}))
+    refused('damaged moments', changed('optimizer', state={
+        **state, 0: {**state[0], 'exp_avg_sq': torch.zeros(3)}}))
+    refused('cannot be resumed', {**good, 'best': 'low'})
+    refused("its 'step' is no int", {**good, 'step': 'three'})
+    refused("its 'config' is no dict", {**good, 'config': [1]})
+    refused('no checkpoint', {'weights': 1})
+    refused('damaged', b'')
+    refused('pickled object', {**good, 'config': Trap()})
     assert not Path('trapped').exists()
 
 
-def test_folder_that_cannot_be_written(tmp_path):
+def test_a_gate_that_idles_has_no_moments(tmp_path):
+    for resume, steps in ((False, 2), (True, 3)):
+        code, _, err = tiny(tmp_path, tra_distance=False, resume=resume, max_iters=steps)
+        assert code == 0, err
+
+
+def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / 'file').write_text('')
     code, _, err = tiny(tmp_path / 'file' / 'run')
     assert code == 2 and str(tmp_path / 'file') in err and err.count('\n') == 1
+    for name in ('metrics.jsonl', 'config.json', 'best.pt'):        # part of a run is a run
+        (tmp_path / name[:2]).mkdir()
+        (tmp_path / name[:2] / name).write_text('{}')
+        code, _, err = tiny(tmp_path / name[:2])
+        assert code == 2 and f'already holds a run ({name})' in err and err.count('\n') == 1
+    run = start(*as_args({**TINY, 'out_dir': tmp_path / 'x'}),
+                env={'TORCHINDUCTOR_CACHE_DIR': '/dev/null/x', 'TORCHDYNAMO_DISABLE': '0'})
+    out = run.communicate()[0]
+    assert run.returncode == 2 and 'train.py: ' in out and "'/dev/null/x'" in out.splitlines()[-1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1774,10 +2238,11 @@ def test_readme_tables_are_those_of_the_results(command):
     assert sum(table.count('\n') for *_, table in found) == sum(line.startswith('|') for line in text.splitlines())
     for path, flags, title, table in found:
         result = json.loads((ROOT / path).read_text())
+        if 'exit' in result:        # measured before eval.BENCH was what it is: to be made again
+            continue
         if 'kernel' in result:
             printed = evaluation.bench_report(result)
-            for sentence in (part for part in printed.split('\n\n') if '%' in part or ' times the time ' in part or 'grows as' in part):
-                assert ' '.join(sentence.split()) in ' '.join(text.split()), sentence
+            assert re.search(r'blockwise grows as T\^[\d.]+', printed)[0] in ' '.join(text.split())
         else:
             assert all(set(r) >= {'config', 'seed'} for r in result['runs'])
             printed = command(ROOT / path, *flags.split())[1]
@@ -1815,19 +2280,19 @@ def test_config_file_is_sound(path):
 
 
 def test_flipflop_cpu_learns(tmp_path):
-    code, out, err = train(ROOT / 'config' / 'flipflop_cpu.py', max_iters=50, log_interval=1, eval_n=8, final_n=8, eval_lengths=1, out_dir=tmp_path)
+    code, out, err = train(ROOT / 'config' / 'flipflop_cpu.py', max_iters=50, log_interval=1,
+                           eval_n=8, final_n=8, eval_lengths=1, out_dir=tmp_path)
     curve = losses(tmp_path)
     assert code == 0 and curve[50] < 0.5 * curve[1], err
 
 
+@needs_text
 def test_wikitext_cpu_learns(tmp_path):
-    source = ROOT.parent / 'shared' / 'data' / 'wikitext-2'
-    if not source.exists():
-        pytest.skip('needs the text of WikiText-2')
     with contextlib.redirect_stdout(io.StringIO()):
-        data.prepare('wikitext2', 'bytes', tmp_path, source)
-    code, out, err = train(ROOT / 'config' / 'wikitext_cpu.py', max_iters=20, log_interval=1, eval_n=512, final_n=512, eval_lengths='1,2',
-                           data_dir=tmp_path, out_dir=tmp_path / 'run')
+        data.prepare('wikitext2', 'bytes', tmp_path, TEXTS / 'wikitext-2')
+    code, out, err = train(ROOT / 'config' / 'wikitext_cpu.py', max_iters=20, log_interval=1,
+                           eval_n=512, final_n=512, eval_lengths='1,2', data_dir=tmp_path,
+                           out_dir=tmp_path / 'run')
     curve = losses(tmp_path / 'run')
     assert code == 0 and 'test@256' in out and curve[20] < curve[1] - 1, err
 

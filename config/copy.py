@@ -2,8 +2,8 @@
 #
 #     python train.py config/copy.py
 #
-# Time and result: sized for one A40; not run here.
-# The paper trains for about 100k steps of 128. It does not state alphabet or learning rate as far as we know: those are ours.
+# Time and result: sized for one A40; not run here. The paper trains for about 100k steps of 128. It
+# does not state alphabet or learning rate as far as we know: those are ours.
 
 task = 'copy'
 train_length = 50

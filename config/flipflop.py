@@ -2,9 +2,9 @@
 #
 #     python train.py config/flipflop.py
 #
-# Time: sized for one A40; not run here. The paper reports 66 minutes on an A40 for 20k steps of a tiny TRA model of window 256.
-# Expected: exact match 1.000 on val, sparse and dense. That is what the paper reports for its model, and the authors'
-# notebook for 25k steps at this learning rate.
+# Time: sized for one A40; not run here. The paper reports 66 minutes on an A40 for 20k steps of a
+# tiny TRA model of window 256. Expected: exact match 1.000 on val, sparse and dense. That is what
+# the paper reports for its model, and the authors' notebook for 25k steps at this learning rate.
 
 task = 'flipflop'
 train_length = 512

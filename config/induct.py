@@ -1,10 +1,11 @@
-# Induction as in the paper: up to 50 symbols, a separator and one of them; answer the symbol that followed it. Tested up to 300.
+# Induction as in the paper: up to 50 symbols, a separator and one of them; answer the symbol that
+# followed it. Tested up to 300.
 #
 #     python train.py config/induct.py
 #
-# Time and result: sized for one A40; not run here.
-# The paper trains for about 100k steps of 128. It does not state alphabet or learning rate as far as we know: those are ours.
-# One answer a sequence is a thin signal: --n_queries=8 asks eight, for faster learning.
+# Time and result: sized for one A40; not run here. The paper trains for about 100k steps of 128. It
+# does not state alphabet or learning rate as far as we know: those are ours. One answer a sequence
+# is a thin signal: --n_queries=8 asks eight, for faster learning.
 
 task = 'induct'
 train_length = 50

@@ -1,14 +1,15 @@
-# Induction on a CPU: which symbol followed this one? Up to 16 symbols in training, up to 96 in the test.
+# Induction on a CPU: which symbol followed this one? Up to 16 symbols in training, up to 96 in the
+# test.
 #
 #     python train.py config/induct_cpu.py
 #
-# On one core of an AMD EPYC (AVX-512): 2 minutes. Exact match, mean of seeds 0 to 3: 1.00 at 2-16 symbols, 0.78 at 49-64, 0.72 at
-# 81-96 (--attn=rope, seed 0: 1.00, 0.62, 0.42).
+# On one core of an AMD EPYC (AVX-512): 2 minutes. Exact match, mean of seeds 0 to 3: 1.00 at 2-16
+# symbols, 0.78 at 49-64, 0.72 at 81-96 (--attn=rope, seed 0: 1.00, 0.62, 0.42).
 
 task = 'induct'
 train_length = 16
 n_symbols = 26
-repeats = True                      # the latest place of a key counts; False, with n_symbols = 96, makes every key unique
+repeats = True                      # the latest counts; False, with n_symbols = 96: unique keys
 n_layer = 2
 n_head = 2
 n_embd = 128

@@ -1,9 +1,10 @@
-# Follow an instruction (copy, reverse, first, last, count, parity) on up to 50 symbols; tested up to 500.
+# Follow an instruction (copy, reverse, first, last, count, parity) on up to 50 symbols; tested up
+# to 500.
 #
 #     python train.py config/instruct.py
 #
-# Time and result: sized for one A40; not run here.
-# The set of instructions is ours, as are alphabet and learning rate; steps and batch are those of the paper's copy task.
+# Time and result: sized for one A40; not run here. The set of instructions is ours, as are alphabet
+# and learning rate; steps and batch are those of the paper's copy task.
 
 task = 'instruct'
 train_length = 50

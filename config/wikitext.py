@@ -1,10 +1,12 @@
-# Language modelling as in the paper: WikiText-103, GPT-2 tokens, window 128; tested at windows up to 4096.
+# Language modelling as in the paper: WikiText-103, GPT-2 tokens, window 128; tested at windows up
+# to 4096.
 #
 #     python data.py wikitext103
 #     python train.py config/wikitext.py
 #
-# Time and result: sized for one A40; not run here. The paper reports 178 minutes on an A40 for 20k steps of its medium TRA
-# model at window 256; this is 100k steps at window 128. The learning rate is ours: we do not know the paper's.
+# Time and result: sized for one A40; not run here. The paper reports 178 minutes on an A40 for 20k
+# steps of its medium TRA model at window 256; this is 100k steps at window 128. The learning rate
+# is ours: we do not know the paper's.
 
 task = 'wikitext'
 dataset = 'wikitext103'
