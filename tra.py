@@ -433,15 +433,15 @@ ATTENTIONS = {
 PLAIN = 48      # up to so many queries plain_walk is faster: tiles would be mostly empty
 PLANES = 8      # see tile
 
-@torch.compiler.disable     # a compiled model calls it as it is, and does not unroll the walk
 @in_full_precision
 def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, bound=None, dropout=0.0,
-                  seed=None):
+                  noise=None):
     """
     tra_dense's result: what the model trains, evaluates and decodes with. No score may exceed
-    `bound`; the model knows one, else it is computed. A `seed`, a tensor, makes dropout repeatable.
+    `bound`; the model knows one, else it is computed. `noise`, random int32 of log_gate's shape,
+    decides what dropout drops; it is drawn unless given.
     """
-    (B, H, Tq, D), T = q.shape, k.size(2)
+    Tq, T, D = q.size(2), k.size(2), q.size(3)
     if Tq > T:
         raise ValueError(f'{Tq} queries, but {T} keys: the queries are the last of the positions')
     if bound is None:
@@ -452,14 +452,12 @@ def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, bound=None, d
         raise ValueError(f'scores may reach {bound:.0f}, and exp overflows: RMS-normalise q and k')
     if not distance:
         log_gate = torch.zeros_like(log_gate)
-    log_gate = log_gate[..., None]                              # (B, H, Tq, 1)
-    needed = enough(bound, log_gate.detach(), sparsity)
-    rows = None
-    if dropout:
-        seed = torch.randint(2 ** 31, (), device=q.device) if seed is None else seed
-        rows = hash_rows(seed, B, H, Tq, T)
+    if not dropout:
+        noise = None
+    elif noise is None:
+        noise = torch.randint(2 ** 31, log_gate.shape, device=q.device, dtype=torch.int32)
     walk = plain_walk if Tq <= PLAIN else tiled_walk
-    out, total = walk(q, k, v, log_gate, needed, rows, sparsity, dropout)
+    out, total = walk(q, k, v, log_gate, noise, sparsity, bound, dropout)
     return out * total.masked_fill(total == 0, 1).reciprocal()  # a row that kept nothing stays 0
 
 def enough(bound, log_gate, sparsity):
@@ -469,7 +467,7 @@ def enough(bound, log_gate, sparsity):
     rounding = math.log(torch.finfo(log_gate.dtype).eps / 64)
     return ((tail - rounding) / log_gate.abs()).clamp(min=1)
 
-def plain_walk(q, k, v, log_gate, needed, rows, sparsity, dropout):
+def plain_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
     """
     For few queries, as in decoding: `out` (B, H, Tq, D) and `total` (B, H, Tq, 1), by spans of keys
     that grow as the early exit becomes less likely. A GPU takes all keys at once: to ask it whether
@@ -477,6 +475,7 @@ def plain_walk(q, k, v, log_gate, needed, rows, sparsity, dropout):
     """
     Tq, T = q.size(2), k.size(2)
     i = torch.arange(T - Tq, T, device=q.device)[:, None]
+    log_gate = log_gate[..., None]
     out, total, count = 0, 0, torch.zeros_like(log_gate)
     start, stop = max(0, T - 256) if q.device.type == 'cpu' else 0, T
     while stop > 0:
@@ -487,16 +486,16 @@ def plain_walk(q, k, v, log_gate, needed, rows, sparsity, dropout):
         weights = torch.where(keep, scores + log_gate * (counts - 1), -math.inf).exp()
         total = total + weights.sum(-1, keepdim=True)
         if dropout:
-            weights = weights * dropout_mask(rows, i - j, dropout, q.dtype)
+            weights = weights * dropout_mask(noise[..., None], i - j, dropout, q.dtype)
         out = out + weights @ v[:, :, start:stop]
         count = counts[..., :1]
         start, stop = max(0, 3 * start - 2 * stop), start                   # twice as long
-        if stop and (count >= needed).all():
+        if stop and (count >= enough(bound, log_gate.detach(), sparsity)).all():
             break
     return out, total
 
-# Dropout without a T x T mask to store: whether a weight is dropped is a hash of (seed, head,
-# query, distance to the key), so that the backward pass finds the same mask again.
+# Dropout without a T x T mask to store: whether a weight is dropped is a hash of its query's random
+# number and of the distance to its key, so that the backward pass finds the same mask again.
 
 def mix(x):
     """An integer hash, int32 to int32: every bit of x moves about half of the result's bits."""
@@ -504,15 +503,9 @@ def mix(x):
     x = (x ^ ((x >> 16) & 0xffff)) * 0x45d9f3b
     return x ^ ((x >> 16) & 0xffff)
 
-def hash_rows(seed, B, H, Tq, T):
-    """(B, H, Tq, 1), of the queries of all heads of the batch"""
-    head = torch.arange(1, B * H + 1, device=seed.device, dtype=torch.int32).view(B, H, 1, 1)
-    query = torch.arange(T - Tq, T, device=seed.device, dtype=torch.int32)[:, None]
-    return mix(mix(seed.to(torch.int32) + mix(head)) + query)
-
-def dropout_mask(rows, distance, dropout, dtype):
-    """1 / (1 - dropout) where a weight stays, else 0; rows of hash_rows, distance i - j."""
-    x = mix(rows + distance.to(torch.int32) * -0x61c88647)      # 2^32 / golden ratio: far apart
+def dropout_mask(noise, distance, dropout, dtype):
+    """1 / (1 - dropout) where a weight stays, else 0, for distance = i - j"""
+    x = mix(noise + distance.to(torch.int32) * -0x61c88647)     # 2^32 / golden ratio: far apart
     return ((x & 0x7fffffff) >= int(dropout * 2 ** 31)).to(dtype) / (1 - dropout)
 
 # Tiles. Queries and keys are cut into blocks; a tile is one block of queries against one of keys.
@@ -544,7 +537,7 @@ def compiled(function):
 
 compiled.broken = False
 
-def tile(q, k, v, log_gate, count, seen, rows, sparsity, dropout):
+def tile(q, k, v, log_gate, count, seen, noise, sparsity, dropout):
     """
     What N tiles add to their queries' `out` (N, block, D) and `total` (N, block, 1), and `count`
     with their kept keys. q (N, block, D), k (N, D, block), v (N, block, D), the rest (N, block, 1);
@@ -571,7 +564,7 @@ def tile(q, k, v, log_gate, count, seen, rows, sparsity, dropout):
         weights.insert(0, logits.exp())
     total = sum(weights).sum(-1, keepdim=True)
     if dropout:
-        weights = [w * dropout_mask(rows, ahead - p, dropout, q.dtype)
+        weights = [w * dropout_mask(noise, ahead - p, dropout, q.dtype)
                    for p, w in enumerate(weights)]
     return (torch.cat(weights, -1) @ v, total), count[..., :1]
 
@@ -582,28 +575,30 @@ def tile_gradients(dout, dtotal, q, k, v, log_gate, *rest):
 
 fast_tile, fast_gradients = compiled(tile), compiled(tile_gradients)
 
-def tiled_walk(q, k, v, log_gate, needed, rows, sparsity, dropout):
+def tiled_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
     """
     The same as plain_walk, for many queries. Keys are padded on the right to whole blocks, queries
     on both sides to the same grid. No real query sees a padded key, which lies in its future, and
     padded queries are cut off again. Of all this, autograd takes care; the walk has its own.
     """
     (B, H, Tq, _), T = q.shape, k.size(2)
-    block = 128 if T > 256 else 64
-    if q.device.type != 'cpu':
-        block *= 2                                              # a GPU wants few calls and large
+    block, size, patience = 128 if T > 256 else 64, 2 ** 19, 1
+    if q.device.type != 'cpu':                                  # a GPU wants calls few and large
+        block, size, patience = 2 * block, 2 ** 25, 8
     offset, left = divmod(T - Tq, block)                        # blocks before the first query's
     right = -T % block
 
-    def cut(x, left=0, planes=1):
+    def cut(x, left=0, planes=1, turn=False):
         """(B, H, T, D) -> (blocks * B * H, block, D): block by block, all heads of one together"""
         x = F.pad(x, (0, 0, left, right)) if left or right else x
         x = x.unflatten(2, (-1, block // planes, planes)).permute(2, 0, 1, 4, 3, 5)
-        return x.reshape(-1, block, x.size(-1))
+        return x.movedim(5, 3).flatten(4).flatten(0, 2) if turn else x.flatten(3, 4).flatten(0, 2)
 
-    tiles = [x if x is None else cut(x, left) for x in (q, log_gate, needed, rows)]
-    k, v = cut(k, planes=PLANES).mT.contiguous(), cut(v, planes=PLANES)
-    sums = Walk.apply(*tiles, k, v, B * H, offset, sparsity, dropout)
+    exits = T > patience * block                                # else the walk is over before
+    needed = enough(bound, log_gate.detach(), sparsity) if exits else None
+    sums = walk_tiles(cut(q, left), cut(k, 0, PLANES, turn=True), cut(v, 0, PLANES),
+                      *(x if x is None else cut(x[..., None], left) for x in (log_gate, needed, noise)),
+                      B * H, offset, size // block ** 2, patience, sparsity, dropout)
     sums = (x.unflatten(0, (-1, B, H)).movedim(0, 2).flatten(2, 3) for x in sums)
     return (x[:, :, left:left + Tq] if left or right else x for x in sums)
 
@@ -614,50 +609,57 @@ class Walk(torch.autograd.Function):
     exit, the others are picked out by index. The steps are kept: the backward pass repeats them.
     """
     @staticmethod
-    def forward(ctx, q, log_gate, needed, rows, k, v, heads, offset, sparsity, dropout):
+    def forward(ctx, q, k, v, log_gate, needed, noise, heads, offset, chunk, patience, *options):
         N, block, _ = q.shape
-        cpu = q.device.type == 'cpu'
-        chunk = max(1, (2 ** 19 if cpu else 2 ** 25) // block ** 2)     # tiles in a call
-        count, total = torch.zeros_like(log_gate), torch.zeros_like(log_gate)
-        out = torch.zeros(N, block, v.size(-1), device=q.device, dtype=q.dtype)
-        ctx.steps, ctx.options = [], (sparsity, dropout)
-        ctx.save_for_backward(q, log_gate, rows, k, v)
+        out = v.new_zeros(N, block, v.size(2))
+        total, count = log_gate.new_zeros(2, *log_gate.shape)
+        place = torch.arange(block, device=q.device, dtype=q.dtype)[:, None]
+        ctx.save_for_backward(q, k, v, log_gate, noise)
+        ctx.steps, ctx.options = [], options
         for start in range(0, N, chunk):
-            run = torch.arange(start, min(start + chunk, N))            # on the CPU: it steers
-            index, d = torch.arange(start, min(start + chunk, N), device=q.device), 0
+            run, index, d = torch.arange(start, min(start + chunk, N)), None, 0
             while len(run):
                 lo, hi, shift = int(run[0]), int(run[-1]) + 1, (offset - d) * heads
                 i, j = slice(lo, hi), slice(lo + shift, hi + shift)
                 if hi - lo > len(run):
                     i, j = index, index + shift
-                seen = torch.arange(block, device=q.device, dtype=q.dtype)[:, None] + d * block
+                seen = place + d * block if d else place
+                (o, t), count[i] = fast_tile(q[i], k[j], v[j], log_gate[i], count[i], seen,
+                                             noise if noise is None else noise[i], *options)
+                add(out, i, o)
+                add(total, i, t)
                 ctx.steps.append((i, j, seen))
-                sums, count[i] = fast_tile(q[i], k[j], v[j], log_gate[i], count[i], seen,
-                                           None if rows is None else rows[i], sparsity, dropout)
-                out[i] += sums[0]
-                total[i] += sums[1]
-                # who is done? a GPU has to be waited for: ask it after 8, 16, 32, ... steps only
-                if d > 0 if cpu else d >= 8 and d & (d - 1) == 0:
+                # who is done? a GPU has to be waited for: it is asked after 8, 16, 32, ... steps
+                if d >= patience and (patience == 1 or d & (d - 1) == 0):
                     done = (count[i] >= needed[i]).flatten(1).all(1).cpu()
                     if 2 * done.sum() >= len(done):                     # picking costs too
                         run = run[~done]
                         index = run.to(q.device)
                 d += 1
-                run = run[run >= (d - offset) * heads]                  # at the first key, done
-                index = index[len(index) - len(run):]
+                gone = int((run < (d - offset) * heads).sum())          # they have met all keys
+                run, index = run[gone:], index if index is None else index[gone:]
         return out, total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dtotal):
-        q, log_gate, rows, k, v = ctx.saved_tensors
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dlog_gate, count = torch.zeros_like(log_gate), torch.zeros_like(log_gate)
+        q, k, v, log_gate, noise = ctx.saved_tensors
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        dlog_gate, count = log_gate.new_zeros(2, *log_gate.shape)
         with torch.autocast(q.device.type, enabled=False):
             for i, j, seen in ctx.steps:
-                *parts, count[i] = fast_gradients(
+                *gradients, count[i] = fast_gradients(
                     dout[i], dtotal[i], q[i], k[j], v[j], log_gate[i], count[i], seen,
-                    None if rows is None else rows[i], *ctx.options)
-                for x, at, part in zip((dq, dk, dv, dlog_gate), (i, j, j, i), parts):
-                    x[at] += part
-        return dq, dlog_gate, None, None, dk, dv, None, None, None, None
+                    noise if noise is None else noise[i], *ctx.options)
+                for x, at, part in zip((dq, dk, dv, dlog_gate), (i, j, j, i), gradients):
+                    add(x, at, part)
+        return dq, dk, dv, dlog_gate, *[None] * 8
+
+def add(x, i, part):
+    """x[i] += part, which for a slice would end in a copy of x[i] onto itself"""
+    if isinstance(i, slice):
+        x[i].add_(part)
+    else:
+        x[i] += part
+
+walk_tiles = torch.compiler.disable(Walk.apply)     # a compiled model must not unroll the walk
