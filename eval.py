@@ -1,157 +1,117 @@
 """
-Does what was learned on short sequences hold on long ones? Tables and pictures of the runs that train.py leaves.
+Does what was learned on short sequences hold on long ones? Tables and pictures of train.py's runs.
 
-    python eval.py out/RUN                                        the splits and lengths of the paper
-    python eval.py out/TRA out/ROPE --lengths=1x,8x,64x --n=100   runs side by side, at multiples of the training length
-    python eval.py out/RUN --split=sparse,dense --lengths=4096    some splits, a length of your own
-    python eval.py out/TRA out/ROPE --plot                        the metric against length, eval.png in the first folder
-    python eval.py out/TRA out/ROPE --attention=w1i0i1r1          what each head attends to, attention.png in the first folder
-    python eval.py out/RUN --sample=w1i0r --tokens=1              what the model says next
-    python eval.py out/RUN --json > result.json                   for programs; eval.py result.json prints the table again
-    python eval.py --bench                                        what the kernel costs on this machine
+    python eval.py out/RUN                                  the splits and lengths of the paper
+    python eval.py out/TRA out/ROPE --lengths=1x,8x,64x     multiples of the training length
+    python eval.py out/RUN --split=sparse --lengths=4096    some splits, a length of your own
+    python eval.py out/TRA out/ROPE --plot                  eval.png: the metric against length
+    python eval.py out/TRA --attention=w1i0i1r1 --heads=2.4 attention.png: what a head looks at
+    python eval.py out/RUN --sample=w1i0r --tokens=1        what the model says next
+    python eval.py out/RUN --out=result.json                eval.py result.json prints it again
+    python eval.py --bench                                  what the kernel costs on this machine
 
 Runs that differ in nothing but the seed are one setting, shown as mean and standard deviation.
+Of a run best.pt is read, the weights with the lowest error on val, as for train.py's last table.
 
-A length is in tokens for flipflop; for copy, induct and instruct it is the most symbols of a bucket (data.py); for wikitext
-it is the window. --n is sequences for each split and length: by default as many as make 2^18 tokens, but from 2 to 1000.
-For wikitext it is tokens of text: by default all, and never less than the largest window.
+A length is in tokens for flipflop; for copy, induct and instruct it is the most symbols of a bucket
+(data.py); for wikitext it is the window. --n is sequences for each split and length: by default as
+many as make 2^18 tokens, but from 2 to 1000. For wikitext it is tokens of text: by default all, and
+never less than the largest window.
 
---json and --out=FILE.json give
-
-    {"runs": [{"run", "task", "attn", "seed", "train_length", "rows": [
-        {"split", "length", "n", "exact_match", "token_error", "upper95"}           synthetic tasks
-        {"split", "window", "perplexity", "bits_per_byte", "tokens"}]}]}            wikitext
-
-upper95 is null where a sequence was wrong. Besides, a run has "config" (the settings it was trained with), "checkpoint" and
-"step" (the file read, and its training step)
-and "mistakes" ("split", "length", "sequence", how many tokens are "wrong", the first of their "positions", and "text" to look
-at); a row has "loss" (nats for each scored token), and "tokens" (scored ones) or, for wikitext, "by_position" (loss where
-"first" to "last" tokens of the window were visible). "interrupted": true stands beside "runs" if Ctrl-C ended the work.
+--json and --out=FILE.json give {"runs": [...]}, and "interrupted": true if that was cut short. A
+run has "run", "task", "attn", "seed", "train_length", "config" (its settings), "checkpoint" and
+"step" (the file that was read), "trained" (how far the run itself has come), "mistakes", and "rows"
+of "split", "length", "n", "exact_match", "token_error", "tokens" (scored ones), "loss" (nats a
+token) and "upper95" (null if a sequence was wrong); for wikitext "split", "window", "tokens",
+"perplexity", "bits_per_byte", "loss" and "by_position" ("first" to "last" tokens were visible).
 """
 import argparse
 import ctypes
 import json
 import math
-import os
-import pickle
 import re
 import statistics
 import sys
 import time
-import warnings
-from collections import Counter
 from contextlib import nullcontext
-from datetime import timedelta
-from itertools import zip_longest
+from functools import partial
+from itertools import product
 from pathlib import Path
-from unittest.mock import patch
+
+from data import (Parser, Progress, atomic, check, keep_freed_memory, make_task, one_line_errors,
+                  pick_machine, read_checkpoint)
+
+if __name__ == '__main__':
+    one_line_errors('eval.py')      # before torch, which takes a while
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 import tra
-from data import check, make_task
 
-# ----------------------------------------------------------------------------------------------------------------------
-# checkpoints
-
-def read_checkpoint(path):
-    """
-    The dict that train.py saved. Only tensors and plain values are read: a file with any other pickled object, which could
-    run code as it is loaded, is refused.
-    """
-    path = Path(path)
-    check(path.is_file(), f'{path} is missing')
-    try:
-        with warnings.catch_warnings(action='ignore'):
-            checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as error:  # a damaged file fails in many ways: zip, pickle, end of file, ...
-        if isinstance(error, pickle.UnpicklingError) and 'GLOBAL' in str(error):
-            raise ValueError(f'{path} is refused: it holds a pickled object, not only tensors and plain values') from None
-        raise ValueError(f'{path} cannot be read: damaged, or no checkpoint at all ({type(error).__name__})') from None
-    for key in ('model', 'model_config', 'config', 'step'):
-        check(isinstance(checkpoint, dict) and key in checkpoint, f'{path} is no checkpoint of train.py: it has no {key!r}')
-    return checkpoint
-
-def load_run(folder, device='cpu', checkpoint=None):
-    """(model, task, config) of a run; the config also says which "checkpoint" was read, and its "step"."""
-    folder = Path(folder)
-    check(folder.is_dir(), f'run folder {folder} does not exist')
-    found = [name for name in ('best.pt', 'last.pt') if (folder / name).is_file()]
-    check(checkpoint or found, f'run folder {folder} holds no checkpoint, neither best.pt nor last.pt')
-    path = folder / (checkpoint or found[0])
-    saved = read_checkpoint(path)
-    config = {**saved['config'], 'checkpoint': path.name, 'step': saved['step']}
-    try:
-        model = tra.Decoder(tra.Config(**saved['model_config']))
-        model.load_state_dict(saved['model'])
-        name, train_length = config['task'], config['train_length']
-    except (TypeError, KeyError, RuntimeError) as error:
-        raise ValueError(f'{path} does not fit this code: {str(error)[:200]}') from None
-    task = make_task(name, train_length, **{key: config[key] for key in make_task.__kwdefaults__ if key in config})
-    return model.to(device).eval(), task, config
-
-# ----------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # scoring
 
-def evaluate(model, task, split, length, n=None, device='cpu', autocast=None, mistakes=None, progress=None):
+def evaluate(model, task, split, length, n=None, device='cpu', autocast=None, mistakes=None,
+             progress=None):
     """
-    A row of the table: n sequences of a split and length, or for wikitext the first n tokens of a split in windows of that
-    length. autocast is a context manager such as torch.autocast('cuda', torch.bfloat16). The model keeps its mode, and no
-    random number is drawn, so a training run goes on as if nothing had been. A list of mistakes gets those of the first
-    wrong sequences; progress is called with the number of tokens just done.
+    A row of the table: n sequences of a split and length, or for wikitext the first n tokens of a
+    split in windows of that length. The model keeps its mode, and no random number is drawn, so a
+    training run goes on as if nothing had been. A list of mistakes gets those of the first wrong
+    sequences; progress is called with the number of tokens just done.
     """
     def run(idx, targets):
         return predict(model, idx, targets, device, autocast or nullcontext(), progress)
-    n = n or default_n(task, split, length)
-    batch_tokens = 2 ** 14 if torch.device(device).type == 'cpu' else 2 ** 16
+    n, batch_tokens = n or default_n(task, split, length), 2 ** (14 if device == 'cpu' else 16)
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            if task.name == 'wikitext':
-                return evaluate_text(run, task, split, length, n, batch_tokens)
-            return evaluate_sequences(run, task, split, length, n, batch_tokens, mistakes)
+        if task.name == 'wikitext':
+            return evaluate_text(run, task, split, length, n, batch_tokens)
+        return evaluate_sequences(run, task, split, length, n, batch_tokens, mistakes)
     finally:
         model.train(was_training)
 
 def default_n(task, split, length):
-    return len(task.tokens(split)) - 1 if task.name == 'wikitext' else min(1000, max(2, 2 ** 18 // length))
+    if task.name == 'wikitext':
+        return len(task.tokens(split)) - 1
+    return min(1000, max(2, 2 ** 18 // length))
 
+@torch.no_grad()
 def predict(model, idx, targets, device, autocast, progress=None):
     """
-    What the model says at each scored position, always with the true tokens before it: the likeliest token (B, T), -1 where
-    nothing is scored, and the loss (B, T), 0 there. Long sequences are read in chunks through the KV cache, and the head sees
-    scored positions only, some at a time: memory is the cache and one chunk, whatever the length and the vocabulary.
+    What the model says at each scored position, always with the true tokens before it: the
+    likeliest token (B, T), -1 where nothing is scored, and the loss (B, T), 0 there. Long sequences
+    are read in chunks through the KV cache, and the head sees scored positions only, some at a
+    time: memory is the cache and one chunk, whatever the length and the vocabulary.
     """
     B, T = idx.shape
     chunk = chunk_size(model.config, B, T)
     cache = model.new_cache() if T > chunk else None
-    some = max(1, 2 ** 24 // model.config.vocab_size)
-    idx, targets = torch.as_tensor(idx, device=device), torch.as_tensor(targets, device=device)
-    said, loss = torch.full((B, T), -1), torch.zeros(B, T, dtype=torch.float64)
-    for start in range(0, T, chunk):
-        part = slice(start, min(start + chunk, T))
+    said, loss = np.full((B, T), -1), np.zeros((B, T))
+    for part in (slice(start, start + chunk) for start in range(0, T, chunk)):
         scored = targets[:, part] >= 0
-        said_here, loss_here = [], []
+        found = []                                          # (likeliest, loss) of the scored ones
         with autocast:
-            x = model.trunk(idx[:, part], cache)[scored]                    # (scored, C)
-            for x, target in zip(x.split(some), targets[:, part][scored].split(some)):
+            x = model.trunk(torch.as_tensor(idx[:, part], device=device), cache)
+            x = x[torch.as_tensor(scored, device=device)]   # (scored, C)
+            target = torch.as_tensor(targets[:, part][scored], device=device)
+            some = max(1, 2 ** 24 // model.config.vocab_size)
+            for x, target in zip(x.split(some), target.split(some)):
                 logits = model.head(x)
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                said_here.append(logits.argmax(-1).cpu())
-                loss_here.append(F.cross_entropy(logits, target, reduction='none').cpu())
-        said[:, part][scored.cpu()] = torch.cat(said_here)
-        loss[:, part][scored.cpu()] = torch.cat(loss_here).double()
+                nats = F.cross_entropy(logits, target, reduction='none')
+                found.append((logits.argmax(-1).cpu(), nats.cpu()))
+        said[:, part][scored], loss[:, part][scored] = map(torch.cat, zip(*found))
         if progress:
-            progress(B * (part.stop - part.start))
-    return said.numpy(), loss.numpy()
+            progress(scored.size)
+    return said, loss
 
 def chunk_size(config, B, T):
     """
-    How many tokens of each sequence to read at a time. TRA's kernel holds no matrix of chunk x T numbers; rope and nope hold
-    one, a mask, and the other baselines one for every head and sequence.
+    How many tokens of each sequence to read at a time. TRA's kernel holds no matrix of chunk x T
+    numbers; rope and nope hold one, a mask, and the others one for every head and sequence.
     """
     if config.attn == 'tra':
         return 4096
@@ -160,27 +120,28 @@ def chunk_size(config, B, T):
 
 def evaluate_sequences(run, task, split, length, n, batch_tokens, mistakes):
     """
-    exact_match: the share of sequences that are right at every scored position. token_error: the share of wrong positions
-    among all that are scored. upper95: the rule of three. If no sequence in n is wrong, then with 95% confidence fewer than
-    3 / n of all are, since a higher rate would show in n draws more than 95% of the time: (1 - 3 / n)^n is about 0.05.
+    exact_match: the share of sequences that are right at every scored position. token_error: the
+    share of wrong positions among all that are scored. upper95: the rule of three. If no sequence
+    in n is wrong, then with 95% confidence fewer than 3 / n of all are, since a higher rate would
+    show in n draws more than 95% of the time: (1 - 3 / n)^n is about 0.05.
     """
-    done = right = tokens = wrong_tokens = 0
-    total = 0.0
+    mistakes = [] if mistakes is None else mistakes
+    errors, tokens, total = [], 0, 0.0                  # errors: wrong tokens of each sequence
     for idx, targets in task.eval_batches(split, length, n, batch_tokens):
         said, loss = run(idx, targets)
-        wrong = said != targets                                             # both are -1 where nothing is scored
-        for i in np.nonzero(wrong.any(1))[0]:
-            if mistakes is not None and len(mistakes) < 10:
-                positions = (np.nonzero(wrong[i])[0] + 1).tolist()          # the target of t is the token at t + 1
-                mistakes.append({'split': split, 'length': length, 'sequence': done + int(i), 'wrong': len(positions),
-                                 'positions': positions[:100], 'text': marked(task, idx[i], said[i], positions)})
-        done += len(idx)
-        right += int((~wrong.any(1)).sum())
+        wrong = said != targets                         # both are -1 where nothing is scored
+        for i in np.flatnonzero(wrong.any(1))[:10 - len(mistakes)]:
+            at = (np.flatnonzero(wrong[i]) + 1).tolist()        # t predicts the token at t + 1
+            mistakes.append({'split': split, 'length': length, 'sequence': len(errors) + int(i),
+                             'wrong': len(at), 'positions': at[:100],
+                             'text': marked(task, idx[i], said[i], at)})
+        errors += wrong.sum(1).tolist()
         tokens += int((targets >= 0).sum())
-        wrong_tokens += int(wrong.sum())
         total += float(loss.sum())
-    return {'split': split, 'length': length, 'n': done, 'exact_match': right / done, 'token_error': wrong_tokens / tokens,
-            'upper95': min(1.0, 3 / done) if right == done else None, 'tokens': tokens, 'loss': total / tokens}
+    n, right = len(errors), errors.count(0)
+    return {'split': split, 'length': length, 'n': n, 'exact_match': right / n,
+            'token_error': sum(errors) / tokens, 'upper95': min(1.0, 3 / n) if right == n else None,
+            'tokens': tokens, 'loss': total / tokens}
 
 def marked(task, tokens, said, positions, before=70, after=10):
     """
@@ -201,17 +162,19 @@ def marked(task, tokens, said, positions, before=70, after=10):
 
 def evaluate_text(run, task, split, window, n, batch_tokens):
     """
-    Perplexity of the tokens 1 .. n; token 0 has nothing before it. The text is cut into windows that do not overlap, the last
-    one shorter, and each token is predicted from those before it in its own window, the first of a window from one. So every
-    window size scores the same tokens, each once; what a longer window gains is context.
+    Perplexity of the tokens 1 .. n; token 0 has nothing before it. The text is cut into windows
+    that do not overlap, the last one shorter, and each token is predicted from those before it in
+    its own window, the first of a window from one. So every window size scores the same tokens,
+    each once; what a longer window gains is context.
 
-    bits_per_byte shares the loss among the bytes that the tokens stand for, by the split's mean of bytes per token: exact for
-    byte models and for whole splits. by_position bins the loss by visible tokens: 1, 2, 3-4, 5-8, ...
+    bits_per_byte shares the loss among the bytes that the tokens stand for, by the split's mean of
+    bytes per token: exact for byte models and for whole splits. by_position bins the loss by
+    visible tokens: 1, 2, 3-4, 5-8, ...
     """
-    task.last_start(split, window)                                          # complains of a window longer than the text
+    task.last_start(split, window)                      # complains of a window beyond the text
     data = task.tokens(split)
     n = min(n, len(data) - 1)
-    sums, counts = np.zeros(window), np.zeros(window, dtype=np.int64)       # by position in the window
+    sums, counts = np.zeros(window), np.zeros(window, dtype=np.int64)   # by position
     whole, step = n - n % window, max(1, batch_tokens // window) * window
     cuts = [(start, min(start + step, whole), window) for start in range(0, whole, step)]
     for start, stop, width in cuts + [(whole, n, n - whole)] * (whole < n):
@@ -221,99 +184,133 @@ def evaluate_text(run, task, split, window, n, batch_tokens):
         counts[:width] += len(loss)
     loss = float(sums.sum() / n)
     edges = [0] + [2 ** i for i in range((window - 1).bit_length() + 1)]
-    bins = [{'first': a + 1, 'last': min(b, window), 'loss': float(sums[a:b].sum() / counts[a:b].sum())}
+    bins = [{'first': a + 1, 'last': min(b, window),
+             'loss': float(sums[a:b].sum() / counts[a:b].sum())}
             for a, b in zip(edges, edges[1:]) if counts[a:b].any()]
     bytes_per_token = task.meta['bytes'][split] / task.meta['tokens'][split]
-    return {'split': split, 'window': window, 'perplexity': math.exp(loss) if loss < 709 else math.inf, 'tokens': n,
-            'bits_per_byte': loss / math.log(2) / bytes_per_token, 'loss': loss, 'by_position': bins}
+    return {'split': split, 'window': window, 'tokens': n, 'loss': loss, 'by_position': bins,
+            'perplexity': math.exp(min(loss, 700)),     # a float holds no more
+            'bits_per_byte': loss / math.log(2) / bytes_per_token}
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # tables
 
 def share(x):
-    """Three decimals, but more where they would turn "almost none" into 0 or "almost all" into 1."""
+    """Three decimals, or more where they would turn "almost none" into 0, "almost all" into 1."""
     if x in (0, 1) or f'{x:.3f}' not in ('0.000', '1.000'):
         return f'{x:.3f}'
     return f'{x:.1e}' if x < 0.5 else f'{x:.6f}'
 
 # a row's metrics: key, name and how to write it; pictures show the first that a row has
 METRICS = {'exact_match': ('exact match', share), 'token_error': ('token error', share),
-           'perplexity': ('perplexity', '{:.2f}'.format), 'bits_per_byte': ('bits per byte', '{:.3f}'.format)}
+           'perplexity': ('perplexity', '{:.2f}'.format),
+           'bits_per_byte': ('bits per byte', '{:.3f}'.format)}
+
+def place(row):
+    """(split, length), of wikitext (split, window)"""
+    return row['split'], row.get('window', row.get('length'))
 
 def format_table(rows):
-    """The rows of one run, as evaluate returns them, for people: splits and lengths down, metrics across."""
-    return format_settings([('', [rows])])
+    """The rows of one run, as evaluate returns them, for people."""
+    return format_settings([('', [{'rows': rows}])])
+
+def by_place(runs):
+    """{(split, length): a row of each seed}"""
+    rows = {}
+    for row in (row for run in runs for row in run['rows']):
+        rows.setdefault(place(row), []).append(row)
+    return rows
 
 def format_settings(settings):
     """
-    Tables for [(label, [rows of a run, rows of its next seed, ...]), ...]. One setting: splits and lengths down, its metrics
-    across. Several: a table for each metric, settings down, splits and lengths across.
+    Tables for [(label, [result of a run, of the next seed, ...]), ...]. One setting: splits and
+    lengths down, its metrics across. Several: a table for each metric, settings down, splits and
+    lengths across.
     """
-    every = [row for _, runs in settings for rows in runs for row in rows]
-    if not every:
+    cells = {label: by_place(runs) for label, runs in settings}
+    places = list(dict.fromkeys(x for rows in cells.values() for x in rows))
+    if not places:
         return 'nothing measured yet'
-    size = 'window' if 'window' in every[0] else 'length'
-    splits = list(dict.fromkeys(row['split'] for row in every))
-    places = sorted({(row['split'], row[size]) for row in every}, key=lambda x: (splits.index(x[0]), x[1]))
-    metrics = {key: name for key, (name, _) in METRICS.items() if key in every[0]}
-    cells = {(place, label): [row for rows in runs for row in rows if (row['split'], row[size]) == place]
-             for label, runs in settings for place in places}
-    some = [next(cells[place, label][0] for label, _ in settings if cells[place, label]) for place in places]
-    counts = {'tokens' if size == 'window' else 'scored': [f"{row['tokens']:,}" for row in some]}
-    if size == 'length':
-        counts = {'sequences': [f"{row['n']:,}" for row in some], **counts}
-        # of those settings in which no seed was ever wrong
-        perfect = [any(cells[place, label] and all(row['upper95'] is not None for row in cells[place, label])
-                       for label, _ in settings) for place in places]
-        counts['error below'] = [f"{min(1, 3 / row['n']):.2g}" if x else '-' for row, x in zip(some, perfect)]
+    splits = list(dict.fromkeys(split for split, _ in places))
+    places.sort(key=lambda x: (splits.index(x[0]), x[1]))
+    columns = [[rows[x] for rows in cells.values() if x in rows] for x in places]
+    text = 'window' in columns[0][0][0]
+    counts = {'tokens': 'tokens'} if text else {'sequences': 'n', 'scored': 'tokens'}
+    counts = {name: [span([row[key] for rows in column for row in rows], '{:,}')
+                     for column in columns] for name, key in counts.items()}
+    if not text:    # of those settings in which no seed was ever wrong
+        bounds = [[[row['upper95'] for row in rows] for rows in column] for column in columns]
+        counts['error below'] = [span([x for xs in column if None not in xs for x in xs], '{:.2g}')
+                                 for column in bounds]
 
     def write(key, rows):
         values = [row[key] for row in rows]
         spread = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
         return METRICS[key][1](statistics.mean(values)) + spread if values else '-'
+    tables = {METRICS[key][0]: [[label, *(write(key, rows.get(x, [])) for x in places)]
+                                for label, rows in cells.items()]
+              for key in METRICS if key in columns[0][0][0]}
     if len(settings) == 1:
-        columns = [[metrics[key], *(write(key, cells[place, settings[0][0]]) for place in places)] for key in metrics]
-        columns = [['split', *(split for split, _ in places)], [size, *(f'{length:,}' for _, length in places)],
-                   *([name, *column] for name, column in counts.items()), *columns]
-        return render(list(zip(*columns)))
-    texts = []
-    for key, name in metrics.items():
-        lines = [['', *(f'{split} {length:,}' for split, length in places)]]
-        lines += [[label, *(write(key, cells[place, label]) for place in places)] for label, _ in settings]
-        lines += [[count, *column] for count, column in counts.items() if count != 'error below' or key == 'exact_match']
-        texts.append(f'{name}:\n\n{render(lines)}')
-    return '\n\n'.join(texts)
+        lines = [['split', *(split for split, _ in places)],
+                 ['window' if text else 'length', *(f'{length:,}' for _, length in places)],
+                 *([name, *column] for name, column in counts.items()),
+                 *([name, *line[1:]] for name, [line] in tables.items())]
+        return render(list(zip(*lines)))
+    head = ['', *(f'{split} {length:,}' for split, length in places)]
+    foot = [[name, *column] for name, column in counts.items()]
+    return '\n\n'.join(f'{name}:\n\n' + render([head, *lines, *foot[:None if n == 0 else 2]])
+                       for n, (name, lines) in enumerate(tables.items()))   # the bound once
+
+def span(values, form):
+    """'50', or '50 to 1,000' where runs differ"""
+    return ' to '.join(dict.fromkeys(form.format(f(values)) for f in (min, max))) if values else '-'
 
 def render(lines):
-    """A table that is aligned for the eye and is Markdown too: the first column to the left, numbers to the right."""
+    """A table aligned for the eye that is Markdown too: first column left, numbers right."""
     widths = [max(map(len, column)) for column in zip(*lines)]
-    rows = [' | '.join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths))) for line in lines]
-    rule = '|'.join('-' * (w + 1) + ':-'[i == 0] for i, w in enumerate(widths))
-    return '\n'.join([f'| {rows[0]} |', f'|{rule}|', *(f'| {row} |' for row in rows[1:])])
-
-# what may differ between the seeds of one setting
-SAME = {'seed', 'out_dir', 'resume', 'overwrite', 'log_interval', 'eval_interval', 'save_interval', 'eval_n', 'final_n',
-        'eval_lengths', 'data_dir', 'device', 'dtype', 'compile', 'checkpoint', 'step'}
+    rows = []
+    for first, *rest in lines:
+        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(rest, widths[1:]))]
+        rows.append(f'| {" | ".join(cells)} |')
+    rule = '|'.join(['-' * (widths[0] + 2), *('-' * (w + 1) + ':' for w in widths[1:])])
+    return '\n'.join([rows[0], f'|{rule}|', *rows[1:]])
 
 def group(results):
-    """[(label, results)]: the runs of each setting, called by their attention and what sets them apart from most others."""
+    """[(label, results)]: the runs of each setting, named by what sets it apart from most."""
     groups = {}
     for result in results:
-        groups.setdefault(json.dumps(result['config'], sort_keys=True), []).append(result)
-    configs, labels = [json.loads(key) for key in groups], []
-    keys = [k for k in dict.fromkeys(k for c in configs for k in c) if any(c.get(k) != configs[0].get(k) for c in configs)]
-    for config, members in zip(configs, groups.values()):
-        rare = [k for k in keys if k != 'attn' and 2 * sum(c.get(k) == config.get(k) for c in configs) <= len(configs)]
-        label = ', '.join([config['attn'], *(f'{k}={config.get(k)}' for k in rare)])
-        if len(label) > 40:  # too much differs to say: the folder has the better name
-            label = Path(members[0]['run']).name
-        labels.append(label + (f' ({len(members)} seeds)' if len(members) > 1 else ''))
-    return list(zip(labels, groups.values()))
+        key = json.dumps([result['config'], unfinished(result)], sort_keys=True)
+        groups.setdefault(key, []).append(result)
+    settings = []
+    for runs in groups.values():    # a seed twice is not two seeds: such runs get a line each
+        alone = len({run['seed'] for run in runs}) < len(runs)
+        settings += [[run] for run in runs] if alone else [runs]
+    configs = [runs[0]['config'] for runs in settings]
+    keys = [key for key in dict.fromkeys(key for config in configs for key in config)
+            if key != 'attn' and any(c.get(key) != configs[0].get(key) for c in configs)]
+    rare = lambda key, x: 2 * sum(c.get(key) == x for c in configs) <= len(configs)
+    labels = []
+    for config, (run, *_) in zip(configs, settings):
+        apart = [f'{key}={config.get(key)}' for key in keys if rare(key, config.get(key))]
+        labels.append(', '.join([run['attn'], *apart]) + unfinished(run))
+    # where that is long, or another's too, the folder has the better name
+    names = [Path(run['run']).name + unfinished(run) if len(label) > 40 or labels.count(label) > 1
+             else label for label, (run, *_) in zip(labels, settings)]
+    return [(name + f' [{n}]' * (names.count(name) > 1) + f' ({len(runs)} seeds)' * (len(runs) > 1),
+             runs) for n, (name, runs) in enumerate(zip(names, settings), 1)]
 
-# ----------------------------------------------------------------------------------------------------------------------
+def unfinished(result):
+    """' (step 500 of 2000)', or nothing for a run that is complete"""
+    steps, goal = result.get('trained'), result['config'].get('max_iters')
+    return f' (step {steps} of {goal})' if steps and goal and steps < goal else ''
+
+# -----------------------------------------------------------------------------
 # pictures
 
-BLUE, COLOURS = '#1f5fa8', ['#d9622b', '#3a9a5b', '#8a5fb0', '#c2415f', '#8c6d31', '#4aa3b5', '#777777']    # blue is TRA's
+# an attention has one colour in all pictures (Okabe and Ito's, which colour-blind eyes tell apart)
+COLOURS = {'tra': '#0072B2', 'rope': '#D55E00', 'alibi': '#E69F00', 'cope': '#CC79A7',
+           'fot': '#009E73', 'nape': '#56B4E9', 'stick': '#000000', 'nope': '#8A8A8A'}
+OTHER, GREY = '#7A5C1E', '#555555'
 
 def pyplot():
     try:
@@ -322,580 +319,601 @@ def pyplot():
         raise ValueError('pictures need matplotlib: pip install matplotlib') from None
     matplotlib.use('Agg')  # files only: a server has no screen
     import matplotlib.pyplot as plt
-    plt.rcParams.update({'font.size': 11, 'axes.spines.top': False, 'axes.spines.right': False, 'axes.edgecolor': '#555555',
-                         'axes.titleweight': 'bold', 'axes.titlesize': 12, 'legend.frameon': False, 'savefig.dpi': 160})
+    plt.rcParams.update({'font.size': 11, 'axes.spines.top': False, 'axes.spines.right': False,
+                         'axes.edgecolor': GREY, 'axes.titleweight': 'bold', 'axes.titlesize': 12,
+                         'legend.frameon': False, 'legend.handlelength': 3, 'savefig.dpi': 160})
     return plt
 
 def plot_lengths(settings, train_lengths, path):
     """
-    The first metric against length: a panel for each split, a line for each setting, a band from its worst seed to its best.
-    For wikitext one more panel has the loss by position in the longest window.
+    The first metric against length: a panel for each split, a line for each setting, a band from
+    its worst seed to its best. For wikitext one more panel has the loss by position in the longest
+    window. Settings of one attention share its colour and differ in their dashes.
     """
     plt = pyplot()
-    every = [row for _, runs in settings for rows in runs for row in rows]
-    size = 'window' if 'window' in every[0] else 'length'
+    every = [row for _, runs in settings for run in runs for row in run['rows']]
+    lengths, text = sorted({place(row)[1] for row in every}), 'window' in every[0]
     metric = next(key for key in METRICS if key in every[0])
-    if size == 'window' and all(math.isclose(row['loss'], row['bits_per_byte'] * math.log(2)) for row in every):
-        metric = 'bits_per_byte'  # byte models: a token is a byte
-    splits, lengths = list(dict.fromkeys(row['split'] for row in every)), sorted({row[size] for row in every})
-    panels = [(split, size, metric) for split in splits] + [(splits[-1], 'by_position', 'loss')] * (size == 'window')
-    fig, axes = plt.subplots(1, len(panels), figsize=(max(6.4, 1 + 3.5 * len(panels)), 3.9), squeeze=False, layout='constrained',
-                             sharey=size == 'length')
-    others = iter(COLOURS * len(settings))
+    if text and all(math.isclose(row['loss'], row['bits_per_byte'] * math.log(2)) for row in every):
+        metric = 'bits_per_byte'    # byte models: a token is a byte
+    panels = list(dict.fromkeys(row['split'] for row in every)) + [None] * text     # by position
+    wide = 2 if len(panels) == 4 else min(3, len(panels))   # a README is 800 pixels wide
+    deep = math.ceil(len(panels) / wide)
+    fig, axes = plt.subplots(deep, wide, figsize=(max(6.4, 1 + 3 * wide), 0.8 + 3.1 * deep),
+                             squeeze=False, layout='constrained', sharey=not text)
+    for ax in axes.flat[len(panels):]:
+        ax.remove()
+    axes, used = axes.flat[:len(panels)], []
     for n, (label, runs) in enumerate(settings):
-        is_tra, taken = re.match(r'tra\b', label), any(re.match(r'tra\b', name) for name, _ in settings[:n])
-        colour = BLUE if is_tra and not taken else next(others)
-        for ax, (split, x, y) in zip(axes[0], panels):
-            points = {}  # x: the values of all seeds
-            for row in (row for rows in runs for row in rows if row['split'] == split):
-                if x == size:
-                    points.setdefault(row[x], []).append(row[y])
-                elif row[size] == lengths[-1]:
-                    for b in row['by_position']:
+        colour = COLOURS.get(runs[0]['attn'], OTHER)
+        dashes = ('-', '--', ':', '-.')[used.count(colour) % 4]
+        used.append(colour)
+        for ax, split in zip(axes, panels):
+            points = {}     # x: the values of all seeds
+            for (where, length), rows in by_place(runs).items():
+                if where == split:
+                    points[length] = [row[metric] for row in rows]
+                elif split is None and (where, length) == (panels[-2], lengths[-1]):
+                    for b in (b for row in rows for b in row['by_position']):
                         points.setdefault(math.sqrt(b['first'] * b['last']), []).append(b['loss'])
             at = sorted(points)
-            ax.plot(at, [statistics.mean(points[p]) for p in at], 'o-', color=colour, label=label, lw=2.2, ms=5.5,
-                    zorder=2 + 1 / (n + 1))  # the first on top
-            ax.fill_between(at, [min(points[p]) for p in at], [max(points[p]) for p in at], color=colour, alpha=0.15, lw=0)
-    for ax, (split, x, y) in zip(axes[0], panels):
-        ticks = sorted({*lengths, *train_lengths}) if x == size else [p for p in (1, 8, 64, 512, 4096) if p <= lengths[-1]]
+            low, middle, high = ([f(points[x]) for x in at] for f in (min, statistics.mean, max))
+            ax.plot(at, middle, 'o', ls=dashes, color=colour, label=label, lw=2.2, ms=5.5,
+                    zorder=2 + 1 / (n + 1))                 # the first on top
+            ax.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
+    for ax, split in zip(axes, panels):
+        ticks = sorted({*lengths, *train_lengths}) if split else [1, 8, 64, 512, 4096]
         ax.set_xscale('log', base=2)
-        ax.set_xticks(ticks[::math.ceil(len(ticks) / 6)])
+        ax.set_xticks([x for x in ticks if x <= lengths[-1]][::math.ceil(len(ticks) / 6)])
         ax.xaxis.set_major_formatter(lambda t, _: f'{t:g}' if t < 10000 else f'{t / 1000:.0f}k')
         ax.minorticks_off()
-        ax.set_xlabel(x if x == size else 'tokens visible')
+        ax.set_title(split or f'{panels[-2]}, in windows of {lengths[-1]}', pad=18, loc='left')
+        ax.set_xlabel('tokens visible' if not split else 'window' if text else 'length')
+        ax.set_ylabel(METRICS[metric][0] if split else 'loss (nats)')
         ax.grid(axis='y', color='#e6e6e6')
-        ax.set_title(split if x == size else f'{split}, in windows of {lengths[-1]}', pad=18, loc='left')
         for length in train_lengths:
-            ax.axvline(length, color='#555555', lw=1, ls=(0, (4, 3)), zorder=1)
-            ax.text(length, 1.01, f'trained at {length}', transform=ax.get_xaxis_transform(), ha='center', fontsize=9,
-                    color='#555555')
-        if size == 'length':
+            ax.axvline(length, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
+            ax.text(length, 1.01, f'trained at {length}', transform=ax.get_xaxis_transform(),
+                    ha='center', fontsize=9, color=GREY)
+        if not text:
             ax.set_ylim(-0.03, 1.03)
-        elif x == size and max(row[y] for row in every) > 4 * min(row[y] for row in every):
+            ax.label_outer()
+        elif split and max(row[metric] for row in every) > 4 * min(row[metric] for row in every):
             ax.set_yscale('log', subs=[2, 5])
             ax.yaxis.set(major_formatter='{x:g}', minor_formatter='{x:g}')
-    axes[0, 0].set_ylabel(METRICS[metric][0])
-    if size == 'window':
-        axes[0, -1].set_ylabel('loss (nats)')
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', ncols=min(4, len(settings)))
+    name_lines(fig, axes)
     fig.savefig(path, bbox_inches='tight', pad_inches=0.15)
     plt.close(fig)
+
+def name_lines(fig, axes):
+    """A few lines are named where they end, if a panel keeps those ends apart; else a legend."""
+    lines, labels = axes[0].get_legend_handles_labels()
+    fig.draw_without_rendering()    # now the points have their places
+    for ax in reversed(axes if len(labels) <= 5 and max(map(len, labels)) <= 24 else []):
+        ends = [line.get_xydata()[-1:] for line in ax.get_legend_handles_labels()[0]]
+        heights = sorted(float(ax.transData.transform(end)[0, 1]) for end in ends if len(end))
+        if all(b - a > 14 / 72 * fig.dpi for a, b in zip(heights, heights[1:])):
+            for end, line in zip(ends, lines):
+                ax.annotate(line.get_label(), end[0], (8, 0), textcoords='offset points',
+                            va='center', color=line.get_color())
+            return
+    columns = max(1, min(4, len(labels), 96 // (8 + max(map(len, labels)))))
+    fig.legend(lines, labels, loc='outside lower center', ncols=columns)
 
 @torch.no_grad()
 def attention_parts(model, idx):
     """
-    For each layer what attention does with idx (1, T): weights (H, T, T); of TRA also keep and count (H, T, T), and gate
-    (H, T), the factor by which a weight shrinks for each kept key.
+    For each layer what attention does with idx (1, T): weights (H, T, T); of TRA also keep and
+    count (H, T, T), and gate (H, T), the factor by which a weight shrinks for each kept key.
     """
-    inputs, layers, c = [], [], model.config
-    hooks = [block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for block in model.blocks]
+    inputs, layers, T = [], [], idx.size(1)
+    hooks = [block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+             for block in model.blocks]
     with torch.compiler.set_stance('force_eager'):  # compiling takes longer than a few tokens do
         model(idx)
-    for hook in hooks:
-        hook.remove()
-    for x, attn in zip(inputs, (block.attn for block in model.blocks)):
-        T, parts = x.size(1), {}
-        q, k, _ = (y.view(1, T, c.n_head, -1).transpose(1, 2) for y in attn.qkv(x).chunk(3, -1))  # (1, H, T, D)
-        q, k = (F.rms_norm(y, y.shape[-1:], eps=1e-6) for y in (q, k))
-        eye = torch.eye(T, device=x.device, dtype=x.dtype).expand(1, c.n_head, T, T)
-        if c.attn in ('tra', 'fot'):
-            log_gate = F.logsigmoid(attn.gate(x)).transpose(1, 2)                                 # (1, H, T)
-        if c.attn == 'tra':
-            parts = tra.tra_dense(q, k, eye, log_gate, c.tra_sparsity, c.tra_distance, return_parts=True)[1]
-            parts.update({'gate': log_gate.exp()} if c.tra_distance else {})
-        elif c.attn == 'rope':  # the weights are what attention puts out if the identity is its values
-            parts['weights'] = tra.nope(tra.rotate(q, 0, c.rope_theta), tra.rotate(k, 0, c.rope_theta), eye)
-        elif c.attn == 'fot':
-            parts['weights'] = tra.fot(q, k, eye, log_gate.cumsum(-1))
-        elif c.attn == 'cope':
-            parts['weights'] = tra.cope(q, k, eye, attn.table)
-        else:
-            parts['weights'] = getattr(tra, c.attn)(q, k, eye)
-        layers.append({name: part[0].float().cpu().numpy() for name, part in parts.items()})
+        for x, attn, hook in zip(inputs, (block.attn for block in model.blocks), hooks):
+            hook.remove()
+            c, parts = model.config, {}
+            q, k, _ = (y.view(1, T, c.n_head, -1).transpose(1, 2) for y in attn.qkv(x).chunk(3, -1))
+            q, k = (F.rms_norm(y, y.shape[-1:], eps=1e-6) for y in (q, k))
+            eye = torch.eye(T, device=x.device, dtype=x.dtype).expand(1, c.n_head, T, T)
+            if c.attn in ('tra', 'fot'):
+                log_gate = F.logsigmoid(attn.gate(x)).transpose(1, 2)                         # (1, H, T)
+            if c.attn == 'tra':
+                parts = tra.tra_dense(q, k, eye, log_gate, c.tra_sparsity, c.tra_distance, return_parts=True)[1]
+                parts.update({'gate': log_gate.exp()} if c.tra_distance else {})
+            elif c.attn == 'rope':  # the weights are what attention puts out if the identity is its values
+                parts['weights'] = tra.nope(tra.rotate(q, 0, c.rope_theta), tra.rotate(k, 0, c.rope_theta), eye)
+            elif c.attn == 'fot':
+                parts['weights'] = tra.fot(q, k, eye, log_gate.cumsum(-1))
+            elif c.attn == 'cope':
+                parts['weights'] = tra.cope(q, k, eye, attn.table)
+            else:
+                parts['weights'] = getattr(tra, c.attn)(q, k, eye)
+            layers.append({name: part[0].float().cpu().numpy() for name, part in parts.items()})
     return layers
 
 def plot_attention(rows, title, path):
     """
-    Rows of (name, labels of the tokens, attention_parts of a layer), a panel for each head: queries down, keys across, the weight
-    as colour; TRA's counts and gates as numbers.
+    Rows of panels (name, labels of the tokens, parts of one head): queries down, keys across, the
+    weight as colour; TRA's counts and gates as numbers.
     """
     plt = pyplot()
     from matplotlib.colors import LinearSegmentedColormap
-    T, H = max(len(labels) for _, labels, _ in rows), max(len(parts['weights']) for _, _, parts in rows)
-    any_tra, any_gate = (any(key in parts for _, _, parts in rows) for key in ('keep', 'gate'))
-    numbers = T <= 24
-    blues = LinearSegmentedColormap.from_list('', ['#e3eefa', '#6fa8dc', BLUE, '#0b2f5e'])
-    oranges = LinearSegmentedColormap.from_list('', ['#fff3e6', '#f5a623'])
-    cell = 0.36 if numbers else max(0.1, 8.6 / T)  # inches
-    side, font = cell * (T + 2), min(12, 60 * cell)
-    fig, axes = plt.subplots(len(rows), H, squeeze=False, layout='constrained',
-                             figsize=(max(7, H * (side + 0.5) + 1), len(rows) * (side + 0.4) + 1.2))
-    for n, (name, labels, parts) in enumerate(rows):
-        T, tra_run, gated = len(labels), 'keep' in parts, 'gate' in parts
-        for ax in axes[n, len(parts['weights']):]:
-            ax.axis('off')
-        for h, ax in enumerate(axes[n, :len(parts['weights'])]):
-            weights = parts['weights'][h]
-            keep = parts['keep'][h] > 0 if tra_run else np.tri(T) > 0
-            image = np.ones((T, T + 2, 4))                                  # keys, a gap, the gate
-            image[:, :T] = blues(weights)
-            image[:, :T][~keep] = (0.92, 0.92, 0.92, 1)
-            image[:, :T][np.tri(T) == 0] = 1                                # the future is blank
-            if gated:
-                image[:, T + 1] = oranges(parts['gate'][h])
-                ax.text(T + 1.5, -0.2, 'gate', ha='center', fontsize=11, color='#b06f00')
-            ax.pcolormesh(image, edgecolors='white', lw=0.6)
-            if tra_run:
-                kept = keep.sum() / np.tri(T).sum()
-                ax.text(T, max(0.5, T / 16), f'keeps {kept:.0%}', ha='right', va='center', fontsize=12, color='#777777')
-            for i in range(T if tra_run and numbers else 0):
-                for j in np.nonzero(keep[i])[0]:
-                    ax.text(j + 0.5, i + 0.52, f"{parts['count'][h, i, j]:.0f}/{i - j + 1}", ha='center', va='center',
-                            fontsize=8, color='white' if weights[i, j] > 0.4 else '#333333')
-                if gated:
-                    ax.text(T + 1.5, i + 0.52, f"{parts['gate'][h, i]:.2f}", ha='center', va='center', fontsize=8)
-            ax.set(xlim=(0, T + 2), ylim=(T, 0), aspect='equal')
-            ax.set_title(f'{name}, head {h + 1}', loc='left', fontsize=14)
-            turn = 90 if max(map(len, labels)) > 2 else 0
-            ax.set_xticks(np.arange(T) + 0.5, labels, fontsize=font, family='monospace', rotation=turn)
-            ax.set_yticks(np.arange(T) + 0.5, labels, fontsize=font, family='monospace')
-            ax.tick_params(length=0, pad=2)
-            ax.spines[:].set_visible(False)
-    bar = fig.colorbar(plt.cm.ScalarMappable(cmap=blues), ax=axes, shrink=min(1, 4 / (side * len(rows))), aspect=18, pad=0.01)
-    bar.set_label('attention weight', fontsize=13)
+    blues = LinearSegmentedColormap.from_list('', ['#e3eefa', '#6fa8dc', '#0072B2', '#0b2f5e'])
+    oranges = LinearSegmentedColormap.from_list('', ['#fff3e6', '#E69F00'])
+    most, wide = max(len(labels) for row in rows for _, labels, _ in row), max(map(len, rows))
+    cell = 0.36 if most <= 24 else max(0.1, 8.6 / most)     # inches
+    side = cell * (most + 2)
+    fig, axes = plt.subplots(len(rows), wide, squeeze=False, layout='constrained', figsize=(
+        max(7, wide * (side + 0.5) + 1), len(rows) * (side + 0.4) + 1.2))
+    for ax in axes.flat:
+        ax.axis('off')
+    notes = ['a row is a query, a column a key']
+    for ax, (name, labels, parts) in ((axes[n, h], panel) for n, row in enumerate(rows)
+                                      for h, panel in enumerate(row)):
+        T, weights, past = len(labels), parts['weights'], np.tri(len(labels)) > 0
+        keep = parts.get('keep', past) > 0
+        image = np.ones((T, T + 2, 4))                      # keys, a gap, the gate
+        image[:, :T] = blues(weights)
+        image[:, :T][~keep] = (0.92, 0.92, 0.92, 1)
+        image[:, :T][~past] = 1                             # the future is blank
+        if 'keep' in parts:
+            kept = keep.sum() / past.sum()
+            ax.text(T, T / 16, f'keeps {kept:.0%}', ha='right', va='top', color='#777777')
+            notes.append('grey: dropped')
+        if 'gate' in parts:
+            image[:, T + 1] = oranges(parts['gate'])
+            ax.text(T + 1.5, -0.2, 'gate', ha='center', color='#b06f00')
+            notes.append('gate: what is left of a weight for each kept key further back')
+        if 'keep' in parts and most <= 24:
+            write = partial(ax.text, ha='center', va='center', fontsize=8 if T > 9 else 11)
+            for i, j in np.argwhere(keep):
+                write(j + 0.5, i + 0.52, f"{parts['count'][i, j]:.0f}/{i - j + 1}",
+                      color='white' if weights[i, j] > 0.4 else '#333333')
+            for i, gate in enumerate(parts.get('gate', ())):
+                write(T + 1.5, i + 0.52, f'{gate:.2f}')
+            notes.append('2/7: the 2nd kept key, and 7th of all, back from the query')
+        ax.axis('on')
+        ax.spines[:].set_visible(False)
+        ax.pcolormesh(image, edgecolors='white', lw=0.6)
+        ax.set(xlim=(0, T + 2), ylim=(T, 0), aspect='equal')
+        ax.set_title(name, loc='left', fontsize=14)
+        ticks = {'ticks': np.arange(T) + 0.5, 'labels': labels, 'fontsize': min(12, 60 * cell),
+                 'family': 'monospace'}
+        ax.set_xticks(**ticks, rotation=90 if max(map(len, labels)) > 2 else 0)
+        ax.set_yticks(**ticks)
+        ax.tick_params(length=0, pad=2)
+    bar = fig.colorbar(plt.cm.ScalarMappable(cmap=blues), ax=axes, aspect=18, pad=0.01,
+                       shrink=min(1, 4 / (side * len(rows))), label='attention weight')
     bar.outline.set_visible(False)
-    notes = ['a row is a query, a column a key'] + ['grey: dropped'] * any_tra
-    notes += ['2/7: the 2nd kept key, and 7th of all, back from the query'] * (any_tra and numbers)
-    notes += ['gate: what is left of a weight for each kept key further back'] * any_gate
     fig.suptitle(title, fontsize=18, fontweight='bold')
-    fig.supxlabel('    '.join(notes) if side * H > 18 else '\n'.join(notes), fontsize=13, color='#555555')
+    fig.supxlabel(('    ' if side * wide > 18 else '\n').join(dict.fromkeys(notes)), color=GREY)
     fig.savefig(path, dpi=min(160, 3200 / fig.get_figwidth()), bbox_inches='tight', pad_inches=0.2)
     plt.close(fig)
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # the benchmark
 
+BENCH = {
+    'kernel': (256, 512, 1024, 2048, 4096, 8192, 16384, 32768), 'tokens': 8192,     # lengths T
+    'dense': 2048, 'sdpa': 16384,                           # these up to so long only
+    'forgetful': (4096, 8192, 16384, 32768, 65536), 'generate': (1024, 8192, 32768),
+    'step': [('mini', 4, 4, 256, 8, 0.0), ('mini', 4, 4, 256, 8, 0.01),
+             ('medium', 8, 8, 512, 4, 0.0), ('medium', 8, 8, 512, 4, 0.01)], 'repeats': 12}
+
 def clock(functions, repeats, device):
-    """best time in ms of each function, interleaved so that a busy moment of the machine falls on all of them alike"""
+    """The best time in ms of each, interleaved: a busy moment falls on all of them alike."""
+    def wait():
+        if torch.device(device).type != 'cpu':          # which answers before it has done the work
+            torch.accelerator.synchronize(device)
     best = [math.inf] * len(functions)
-    for repeat in range(repeats + 1):  # the first one warms up and compiles
+    for repeat in range(repeats + 1):                   # the first one warms up and compiles
         for n, function in enumerate(functions):
-            if device == 'cuda':
-                torch.cuda.synchronize()
+            wait()
             start = time.perf_counter()
             function()
-            if device == 'cuda':
-                torch.cuda.synchronize()
+            wait()
             if repeat:
                 best[n] = min(best[n], 1e3 * (time.perf_counter() - start))
     return best
 
 def peak_mb(function, device):
-    """what a call adds to the peak memory, in MB; None where the system does not tell"""
-    if device == 'cuda':
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    """What a call adds to the peak memory, in MB; None where the system does not tell."""
+    kind = torch.device(device).type
+    if kind == 'cuda':
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         function()
-        return (torch.cuda.max_memory_allocated() - before) / 2 ** 20
+        return (torch.cuda.max_memory_allocated(device) - before) / 2 ** 20
     try:
-        ctypes.CDLL('libc.so.6').malloc_trim(0)  # so that memory freed earlier is not silently used again
-        Path('/proc/self/clear_refs').write_text('5')  # resets the peak
+        ctypes.CDLL('libc.so.6').malloc_trim(0)         # or memory freed earlier is used in silence
+        Path('/proc/self/clear_refs').write_text('5')   # resets the peak
     except OSError:
+        kind = 'unknown'
+    if kind != 'cpu':
         return None
-    status = lambda key: int(re.search(key + r':\s+(\d+)', Path('/proc/self/status').read_text())[1]) / 1024
+    def status(key):
+        return int(re.search(key + r':\s+(\d+)', Path('/proc/self/status').read_text())[1])
     before = status('VmRSS')
     function()
-    return status('VmHWM') - before
+    return (status('VmHWM') - before) / 2 ** 10
 
-def attention_inputs(B, T, device, log_gate=None, H=4, D=64):
+def attention_inputs(B, T, machine, log_gate=None, H=4, D=64):
+    """q, k, v and gates, random or all alike, as the model would have them on this machine"""
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, H, T, D, generator=rng) for _ in range(3))
-    q, k = F.rms_norm(q, (D,)), F.rms_norm(k, (D,))
-    gate = F.logsigmoid(torch.randn(B, H, T, generator=rng)) if log_gate is None else torch.full((B, H, T), log_gate)
-    return [x.to(device).requires_grad_() for x in (q, k, v, gate)]
+    gate = F.logsigmoid(torch.randn(B, H, T, generator=rng))
+    if log_gate is not None:
+        gate.fill_(log_gate)
+    xs = [x.to(getattr(torch, machine.dtype)) for x in (F.rms_norm(q, [D]), F.rms_norm(k, [D]), v)]
+    return [x.to(machine.device).requires_grad_() for x in (*xs, gate)]
 
-PROFILE = {'baddbmm': 'matmuls', 'CompiledFxGraph': 'compiled tile functions', 'addmm': 'compiled tile functions',
-           'aten::mm': 'compiled tile functions', 'aten::copy_': 'copies', 'Dynamo Cache Lookup': "torch.compile's guards"}
+blockwise = partial(tra.tra_blockwise, bound=8.1)       # sqrt(D) and a little, as the model says
+sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+
+def both_ways(function, xs):
+    """Forward and backward, to be called again and again."""
+    dout = torch.ones_like(xs[2])
+    def run():
+        out = function(*xs)
+        return out, *torch.autograd.grad(out, xs, dout)
+    return run
+
+def bench_kernel(T, machine):
+    xs = attention_inputs(max(1, BENCH['tokens'] // T), T, machine)
+    never = [*xs[:3], torch.zeros_like(xs[3], requires_grad=True)]      # log_gate 0: no early exit
+    runs = [both_ways(blockwise, xs)]
+    if T <= BENCH['sdpa']:
+        runs += [both_ways(blockwise, never), both_ways(sdpa, xs[:3])]
+    times = clock(runs, BENCH['repeats'] if T <= 2048 else 4, machine.device)
+    ours, never, fused = (times + [None] * 2)[:3]
+    ours_mb, fused_mb = (peak_mb(run, machine.device) for run in (runs[0], runs[-1]))
+    dense = dense_mb = None
+    if T <= BENCH['dense']:     # last: it frees gigabytes, and the others would ask for them again
+        run = both_ways(tra.tra_dense, xs)
+        [dense], dense_mb = clock([run], 2, machine.device), peak_mb(run, machine.device)
+    return {'T': T, 'batch': len(xs[0]), 'SDPA': fused, 'random gates': ours,
+            'random / SDPA': fused and ours / fused, 'never forget': never,
+            'never / SDPA': fused and never / fused, 'dense': dense, 'MB: blockwise': ours_mb,
+            'MB: SDPA': fused and fused_mb, 'MB: dense': dense_mb}
+
+def bench_forgetful(T, machine):
+    xs = [x.detach() for x in attention_inputs(1, T, machine, log_gate=-2.0)]
+    runs = [partial(blockwise, *xs)] + [partial(sdpa, *xs[:3])] * (T <= BENCH['sdpa'])
+    ours, fused = (clock(runs, min(5, BENCH['repeats']), machine.device) + [None])[:2]
+    return {'T': T, 'blockwise': ours, 'SDPA': fused}
+
+def bench_step(size, machine):
+    """A step as train.py makes it."""
+    keep_freed_memory()
+    name, layers, heads, width, batch, dropout = size
+    idx = torch.randint(256, (batch, 256)).to(machine.device)
+    def stepper(attn):
+        raw_model = tra.Decoder(tra.Config(vocab_size=256, n_layer=layers, n_head=heads, attn=attn,
+                                           n_embd=width, dropout=dropout)).to(machine.device)
+        model = torch.compile(raw_model) if machine.compile else raw_model
+        optimizer = torch.optim.AdamW(raw_model.parameters(), lr=1e-4,
+                                      fused=machine.device.startswith(('cuda', 'cpu')))
+        def step():
+            with machine.autocast:
+                loss = model(idx, idx)[1]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return step
+    ours, rope = clock([stepper('tra'), stepper('rope')], BENCH['repeats'], machine.device)
+    return {'size': name, 'layers / heads / width': f'{layers} / {heads} / {width}', 'batch': batch,
+            'dropout': dropout, 'TRA': ours, 'RoPE': rope, 'TRA / RoPE': ours / rope}
+
+def bench_generate(context, machine):
+    def reader(attn):
+        model = tra.Decoder(tra.Config(vocab_size=256, dropout=0.0, attn=attn))
+        model, cache = model.to(machine.device).eval(), model.new_cache()
+        @torch.no_grad()
+        def read(idx):
+            with machine.autocast:
+                model.head(model.trunk(idx, cache)[:, -1])
+        for part in torch.randint(256, (1, context)).to(machine.device).split(1024, 1):
+            read(part)
+        return partial(read, part[:, :1])
+    ours, rope = clock([reader('tra'), reader('rope')], 5 * BENCH['repeats'], machine.device)
+    return {'context': context, 'TRA': 1e3 / ours, 'RoPE': 1e3 / rope}
 
 def bench(args):
-    """What TRA costs, beside the formula as it stands and beside torch's fused attention (SDPA), which does less."""
-    device, quick = args.device, args.quick
-    sdpa = lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    blockwise = lambda *xs: tra.tra_blockwise(*xs, bound=8.1)  # as the model calls it: sqrt(D), and a little for rounding
-    result = {'torch': torch.__version__, 'device': device, 'threads': torch.get_num_threads(), 'kernel': [], 'step': [],
-              'forgetful': [], 'generate': []}
-    say = lambda what: print(f'measuring {what}', file=sys.stderr, flush=True)
-
-    def backward(function, xs):
-        dout = torch.ones_like(xs[2])
-        return lambda: torch.autograd.grad(function(*xs), xs if function is not sdpa else xs[:3], dout)
-
-    xs = attention_inputs(2, 300, device)
-    result['max_error'] = max(float((a - b).detach().abs().max()) for a, b in zip(
-        [blockwise(*xs), *backward(blockwise, xs)()], [tra.tra_dense(*xs), *backward(tra.tra_dense, xs)()]))
-
-    for T in (64, 128) if quick else (256, 512, 1024, 2048, 4096, 8192, 16384, 32768):
-        say(f'attention, T = {T}')
-        xs = attention_inputs(max(1, (512 if quick else 8192) // T), T, device)
-        functions = {'blockwise': blockwise, 'sdpa': sdpa}
-        if T > 16384:
-            del functions['sdpa']   # takes a minute
-        repeats = 2 if quick else 12 if T <= 2048 else 4
-
-        def measure(functions, repeats):
-            with torch.no_grad():
-                forward = clock([lambda f=f: f(*xs) for f in functions.values()], repeats, device)
-            both = clock([backward(f, xs) for f in functions.values()], repeats, device)
-            memory = [peak_mb(backward(f, xs), device) for f in functions.values()]
-            return [dict(zip(functions, x)) for x in (forward, both, memory)]
-        forward, both, memory = measure(functions, repeats)
-        if T <= 2048:  # apart: it frees gigabytes, after which the others would have to ask the system for memory again
-            for x, dense in zip((forward, both, memory), measure({'dense': tra.tra_dense}, 2)):
-                x.update(dense)
-        result['kernel'].append({'T': T, 'batch': len(xs[0]), 'forward_ms': forward, 'forward_backward_ms': both,
-                                 'peak_mb': memory})
-
-    say('the early exit where nothing is forgotten')
-    T = 128 if quick else 2048
-    xs = attention_inputs(4, T, device, log_gate=0.0)
-
-    def full_walk(*xs):
-        with patch.object(tra.Tiling, 'may_stop', lambda tiling, d: False):
-            return blockwise(*xs)
-    looking, blind = clock([backward(blockwise, xs), backward(full_walk, xs)], 2 if quick else 12, device)
-    result['exit'] = {'T': T, 'looking_ms': looking, 'full_walk_ms': blind}
-
-    if device == 'cpu':
-        say('where the time goes')
-        os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # the profiler would announce itself
-        T = 128 if quick else 1024
-        run = backward(blockwise, attention_inputs(8, T, device))
-        run()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            for _ in range(2 if quick else 8):
-                run()
-        times = Counter()
-        for event in profile.key_averages():
-            times[next((what for name, what in PROFILE.items() if name in event.key), 'rest')] += event.self_cpu_time_total
-        result['profile'] = {'T': T, 'share': {x: times[x] / times.total() for x in dict.fromkeys([*PROFILE.values(), 'rest'])}}
-
-    for name, size, batch in (('mini', (4, 4, 256), 1 if quick else 8), ('medium', (8, 8, 512), 1 if quick else 4)):
-        say(f'a training step, {name}')
-        steps = []
-        for attn in ('tra', 'rope'):
+    """What TRA costs, beside the plain formula and torch's fused attention, which does less."""
+    machine = args.machine
+    xs = attention_inputs(2, 300, pick_machine(machine.device, 'float32'))
+    pairs = zip(both_ways(blockwise, xs)(), both_ways(tra.tra_dense, xs)())
+    max_error = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    result = {'torch': torch.__version__, 'threads': torch.get_num_threads(),
+              'machine': machine.why, 'max_error': max_error}
+    for name in ('kernel', 'forgetful', 'step', 'generate'):
+        result[name] = []
+        for size in BENCH[name]:
+            print(f'measuring: {name} {size}', file=sys.stderr, flush=True)
             torch.manual_seed(0)
-            model = tra.Decoder(tra.Config(256, *size, dropout=0.0, attn=attn)).to(device)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-            idx = torch.randint(256, (batch, 256), device=device)
-
-            def step(model=model, optimizer=optimizer, idx=idx):
-                model(idx, idx)[1].backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            steps.append(step)
-        ours, rope = clock(steps, 2 if quick else 10, device)
-        result['step'].append({'size': name, 'layers_heads_width': size, 'batch': batch, 'tra_ms': ours, 'rope_ms': rope})
-
-    for T in (512, 1024) if quick else (4096, 8192, 16384, 32768, 65536):
-        say(f'gates that forget, T = {T}')
-        xs = [x.detach() for x in attention_inputs(1, T, device, log_gate=-2.0)]
-        functions = [lambda: blockwise(*xs)] + ([lambda: sdpa(*xs)] if T <= 16384 else [])
-        times = clock(functions, 2 if quick else 5, device) + [None]
-        result['forgetful'].append({'T': T, 'blockwise_ms': times[0], 'sdpa_ms': times[1]})
-
-    for context in (256,) if quick else (1024, 8192, 32768):
-        say(f'cached generation after {context} tokens')
-        steps = []
-        for attn in ('tra', 'rope'):
-            torch.manual_seed(0)
-            model = tra.Decoder(tra.Config(256, dropout=0.0, attn=attn)).to(device).eval()
-            cache = model.new_cache()
-            with torch.no_grad():
-                for part in torch.randint(256, (1, context), device=device).split(1024, 1):
-                    model.trunk(part, cache)
-            token = torch.zeros(1, 1, dtype=torch.long, device=device)
-            steps.append(torch.no_grad()(lambda model=model, token=token, cache=cache: model(token, cache=cache)))
-        ours, rope = clock(steps, 10 if quick else 60, device)
-        result['generate'].append({'context': context, 'tra': 1e3 / ours, 'rope': 1e3 / rope})
-    as_json = json.dumps(result)
-    print(as_json if args.json else bench_report(result), flush=True)
-    if args.out:
-        Path(args.out).write_text((as_json if args.out.endswith('.json') else bench_report(result)) + '\n')
+            result[name].append(globals()[f'bench_{name}'](size, machine))
+    publish(args, json.dumps(result), bench_report(result))
 
 def bench_report(result):
     """The result of bench, for people."""
-    cell = lambda x, form='.0f': '-' if x is None else format(x, form)
-    kernel = [['T', 'batch', 'dense', 'blockwise', 'SDPA', 'dense / blockwise', 'blockwise / SDPA', 'forward: dense', 'blockwise',
-               'SDPA', 'MB: dense', 'blockwise', 'SDPA']]
-    for row in result['kernel']:
-        times, forward, memory = ([row[key].get(name) for name in ('dense', 'blockwise', 'sdpa')]
-                                  for key in ('forward_backward_ms', 'forward_ms', 'peak_mb'))
-        kernel.append([f"{row['T']:,}", str(row['batch']), *map(cell, times), cell(times[0] and times[0] / times[1], '.1f'),
-                       cell(times[2] and times[1] / times[2], '.2f'), *map(cell, forward), *map(cell, memory)])
-    profile = [f"Where the time goes at T = {result['profile']['T']:,}, forward + backward: " + ', '.join(
-        f'{what} {share:.0%}' for what, share in result['profile']['share'].items())] if 'profile' in result else []
-    never = (f"Gates that never forget, T = {result['exit']['T']:,}, forward + backward: with the early exit "
-             f"{result['exit']['looking_ms'] / result['exit']['full_walk_ms']:.2f} times the time without it")
-    step = [['size', 'layers / heads / width', 'batch', 'TRA', 'RoPE', 'TRA / RoPE']]
-    for row in result['step']:
-        step.append([row['size'], ' / '.join(map(str, row['layers_heads_width'])), str(row['batch']), cell(row['tra_ms']),
-                     cell(row['rope_ms']), cell(row['tra_ms'] / row['rope_ms'], '.2f')])
-    forgetful = [['T', 'blockwise', 'SDPA']]
-    forgetful += [[f"{row['T']:,}", cell(row['blockwise_ms']), cell(row['sdpa_ms'])] for row in result['forgetful']]
+    def table(rows):
+        return render([list(rows[0]), *([cell(x) for x in row.values()] for row in rows)])
+    def cell(x):
+        if x is None or isinstance(x, str):
+            return x or '-'
+        return f'{x:,}' if isinstance(x, int) else f'{x:.2f}' if x < 10 else f'{x:,.0f}'
     first, last = result['forgetful'][0], result['forgetful'][-1]
-    exponent = math.log(last['blockwise_ms'] / first['blockwise_ms']) / math.log(last['T'] / first['T'])
-    generate = [['context', 'TRA', 'RoPE']]
-    generate += [[f"{row['context']:,}", cell(row['tra']), cell(row['rope'])] for row in result['generate']]
+    power = math.log(last['blockwise'] / first['blockwise'], last['T'] / first['T'])
     return '\n\n'.join([
-        f"torch {result['torch']}, {result['device']}, {result['threads']} threads; blockwise against dense, fp32, outputs and "
-        f"gradients: largest difference {result['max_error']:.1e}",
-        'Attention, fp32, H=4, D=64, random gates: forward + backward in ms, forward alone, MB that forward + backward add:',
-        render(kernel), never, *profile, 'A training step (forward, backward, AdamW) in ms, window 256, vocabulary 256, RoPE with fused attention:',
-        render(step), 'Forward in ms with gates that forget (log_gate = -2), one sequence, H=4, D=64:', render(forgetful),
-        f'blockwise grows as T^{exponent:.2f}', 'Cached generation, mini, one sequence, untrained, tokens per second:', render(generate)])
+        'torch {torch}, {threads} threads, {machine}; blockwise against dense, float32, outputs '
+        'and gradients: largest difference {max_error:.1e}'.format(**result),
+        'Attention, H=4, D=64: forward + backward in ms, blockwise with random gates and with '
+        'gates that never forget (no early exit), and MB that forward + backward add:',
+        table(result['kernel']), 'Forward in ms with gates that forget (log_gate = -2), one '
+        'sequence, H=4, D=64:', table(result['forgetful']), f'blockwise grows as T^{power:.2f}',
+        'A training step (forward, backward, clipping, AdamW) in ms, window 256, vocabulary 256, '
+        'RoPE with fused attention:', table(result['step']),
+        'Cached generation, mini, one sequence, untrained, tokens per second:',
+        table(result['generate'])])
 
-# ----------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------
 # the command line
 
-class Progress:
-    """How far the work is and the time left, on stderr: a line rewritten in place on a terminal, one every 10 s elsewhere."""
-    def __init__(self, total):
-        self.total, self.done, self.weight, self.label = total, 0.0, 1.0, ''
-        self.begun = self.shown = time.monotonic()
-
-    def __call__(self, tokens):
-        self.done += tokens * self.weight
-        now, terminal = time.monotonic(), sys.stderr.isatty()
-        if now - self.shown > (0.5 if terminal else 10):
-            self.shown = now
-            left = timedelta(seconds=round((now - self.begun) * max(0, self.total / self.done - 1)))
-            line = f'{self.done / self.total:4.0%} | eta {left} | {self.label}'
-            print(line[:79].ljust(79), end='\r' if terminal else '\n', file=sys.stderr, flush=True)
-
-def cost(config, length):
-    """Work for a token, roughly: the layers' own is constant, attention's grows with the length; TRA stops looking early."""
-    return 1 if config.attn == 'tra' else 1 + length / (10 * config.n_embd)
-
-def parse_lengths(text, train_length):
-    lengths = []
-    for part in text.split(','):
-        match = re.fullmatch(r'\s*(\d+)(x?)\s*', part)
-        check(match, f'--lengths={text}: {part!r} is neither a length such as 512 nor a multiple such as 8x')
-        lengths.append(int(match[1]) * (train_length if match[2] else 1))
-    return list(dict.fromkeys(lengths))
-
-def load_runs(args):
-    """[{'result', 'model', 'task'}] of the folders; a JSON file of results has them measured already, and no model."""
-    runs = []
-    for name in args.runs:
-        if name.endswith('.json'):
-            check(args.attention is None and args.sample is None, f'{name} holds results, no model: name the run itself')
-            for result in read_results(name):
-                wanted = args.lengths and parse_lengths(args.lengths, result['train_length'])
-                size = lambda row: row.get('length', row.get('window'))
-                held = sorted({row['split'] for row in result['rows']}), sorted({size(row) for row in result['rows']})
-                result['rows'] = [row for row in result['rows'] if (not args.split or row['split'] in args.split.split(','))
-                                  and (not wanted or size(row) in wanted)]
-                check(result['rows'], f"{name} holds no such split and length: {result['run']} has {', '.join(held[0])} at "
-                                      f"{', '.join(map(str, held[1]))}")
-                runs.append({'result': result})
-            continue
-        model, task, config = load_run(name, args.device, args.checkpoint)
-        result = {'run': name, 'task': task.name, 'attn': model.config.attn, 'seed': config.get('seed'),
-                  'train_length': task.train_length, 'checkpoint': config['checkpoint'], 'step': config['step'],
-                  'config': {key: value for key, value in config.items() if key not in SAME}, 'rows': [], 'mistakes': []}
-        runs.append({'result': result, 'model': model, 'task': task})
-    first = runs[0]['result']
-    for result in (run['result'] for run in runs):
-        check(result['task'] == first['task'],
-              f"runs of different tasks: {first['run']} is {first['task']}, {result['run']} is {result['task']}")
-    return runs
+def load_run(folder, device='cpu', checkpoint=None, data_dir=None):
+    """(result, model, task) of a run; the result is what --json gives, still without rows."""
+    folder = Path(folder)
+    check(folder.is_dir(), f'run folder {folder} does not exist')
+    best, last = folder / 'best.pt', folder / 'last.pt'
+    path = folder / checkpoint if checkpoint else best if best.is_file() else last
+    check(checkpoint or path.is_file(), f'no checkpoint in {folder}: neither best.pt nor last.pt')
+    saved = read_checkpoint(path)
+    config, trained = {**saved['run'], **saved['config']}, saved['step']
+    goal, config['data_dir'] = config.get('max_iters'), data_dir or config.get('data_dir', 'data')
+    try:
+        model = tra.Decoder(tra.Config(**saved['model_config']))
+        model.load_state_dict(saved['model'])
+        task = make_task(config['task'], config['train_length'],
+                         **{key: config[key] for key in make_task.__kwdefaults__ if key in config})
+        if goal and trained < goal and last.is_file():      # the best weights need not be the last
+            trained = max(trained, read_checkpoint(last)['step'])
+    except (TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise ValueError(f'{path} does not fit this code: {str(error)[:200]}') from None
+    setting = {key: x for key, x in saved['config'].items() if key != 'seed'}
+    result = {'run': str(folder), 'task': task.name, 'attn': model.config.attn,
+              'seed': config.get('seed'), 'train_length': task.train_length,
+              'checkpoint': path.name, 'step': saved['step'], 'trained': trained,
+              'config': setting, 'rows': [], 'mistakes': []}
+    return result, model.to(device).eval(), task
 
 def read_results(path):
+    """(the results in a file of --out, did Ctrl-C cut them short)"""
     try:
-        saved = json.loads(Path(path).read_text(encoding='utf-8'))
-        check(not isinstance(saved, dict) or 'kernel' not in saved, 'it is one of --bench')
-        results = saved['runs']
-        wanted = {'run', 'task', 'attn', 'seed', 'train_length', 'checkpoint', 'step', 'config', 'rows', 'mistakes'}
-        check(results and all(wanted <= set(result) for result in results), 'runs are missing')
-    except (ValueError, KeyError, TypeError) as error:
+        saved = json.loads(Path(path).read_text(encoding='utf-8'), parse_constant=int)  # no NaN
+        check('kernel' not in saved, 'it is one of --bench')
+        check(saved['runs'], 'runs are missing')
+        for run in saved['runs']:   # to try what will be done with it finds what cannot be done
+            report([run], group([run]), False)
+            math.log(run['train_length']) + run['step']
+            for row in run['rows']:
+                math.log(place(row)[1]) + row['loss']
+                for b in row['by_position'] if 'window' in row else ():
+                    math.log(b['first'] * b['last']) + b['loss']
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f'{path} is no result of eval.py RUN --out=FILE.json: {error}') from None
-    return results
+    return saved['runs'], 'interrupted' in saved
 
-def plan(args, runs):
-    """[(run, split, length, n, tokens)], each tried out, so that a length that cannot be is not found hours later."""
-    cells = []
-    for run in (run for run in runs if 'model' in run):
-        task = run['task']
-        splits = args.split.split(',') if args.split else ['test'] if task.name == 'wikitext' else task.splits
-        lengths = parse_lengths(args.lengths, task.train_length) if args.lengths else task.lengths
-        if args.plot is not None and not args.lengths and len(lengths) == 1:
-            lengths = parse_lengths('1x,2x,4x,8x,16x', task.train_length)  # one point is no picture
-        for split in splits:
-            for length in lengths:
-                width = next(task.eval_batches(split, length, 1))[0].shape[1]
-                n = args.n or default_n(task, split, length)
-                if task.name == 'wikitext':
-                    n, width = min(max(n, *lengths), default_n(task, split, length)), 1
-                cells.append((run, split, length, n, n * width))
-    return cells
+def chosen(args, splits, lengths, train_length):
+    """The splits and lengths that the flags ask for, or else these."""
+    if args.lengths:
+        lengths = []
+        for part in args.lengths.split(','):
+            match = re.fullmatch(r'\s*(\d+)(x?)\s*', part)
+            check(match, f'--lengths={args.lengths}: {part!r} is neither a length such as 512 nor '
+                         'a multiple such as 8x')
+            lengths.append(int(match[1]) * (train_length if match[2] else 1))
+    return args.split.split(',') if args.split else splits, list(dict.fromkeys(lengths))
 
-def measure(args, runs, cells):
-    """Fills the results of the runs; False if Ctrl-C came first."""
-    costs = [tokens * cost(run['model'].config, length) for run, _, length, _, tokens in cells]
-    progress = Progress(sum(costs))
+def load_runs(args):
+    """[(result, model, task)] of the folders; a JSON file has results, but no model."""
+    runs = []
+    for name in args.runs:
+        if not name.endswith('.json'):
+            runs.append(load_run(name, args.machine.device, args.checkpoint, args.data_dir))
+            continue
+        check(args.attention is None and args.sample is None,
+              f'{name} holds results, no model: name the run itself')
+        results, interrupted = read_results(name)
+        args.cut_short |= interrupted
+        for result in results:
+            held = [place(row) for row in result['rows']]
+            splits, lengths = chosen(args, *zip(*held or [('', 0)]), result['train_length'])
+            result['rows'] = [row for row, (split, length) in zip(result['rows'], held)
+                              if split in splits and length in lengths]
+            check(result['rows'] or not held, f'{name} holds no such split and length, but '
+                  + ', '.join(f'{split} {length}' for split, length in held))
+            runs.append((result, None, None))
+    first, seen = runs[0][0], set()
+    for result, *_ in runs:
+        check(result['task'] == first['task'], 'runs of different tasks: {run} is {task}, '
+              .format(**first) + '{run} is {task}'.format(**result))
+        key = Path(result['run']).resolve(), result['seed'], json.dumps(result['config'])
+        check(key not in seen, '{run}, seed {seed}, is there twice'.format(**result))
+        seen.add(key)
+    return runs
+
+def plan(args, task):
+    """[(split, length, n, tokens)], tried out: a length that cannot be is not found hours later."""
+    lengths = task.lengths
+    if args.plot is not None and len(lengths) == 1:         # one point is no picture
+        lengths = [task.train_length * 2 ** i for i in range(5)]
+    splits = ['test'] if task.name == 'wikitext' else task.splits
+    splits, lengths = chosen(args, splits, lengths, task.train_length)
+    for split, length in product(splits, lengths):
+        width = next(task.eval_batches(split, length, 1))[0].shape[1]
+        n = args.n or default_n(task, split, length)
+        if task.name == 'wikitext':
+            n, width = min(max(n, *lengths), default_n(task, split, length)), 1
+        yield split, length, n, n * width
+
+def measure(args, runs):
+    """Fills the results of the runs. Returns what ended that early: Ctrl-C, no memory, ..."""
+    plans = [(run, list(plan(args, run[2])) if run[1] else []) for run in runs]
     try:
-        for (run, split, length, n, tokens), work in zip(cells, costs):
-            result, mistakes = run['result'], []
-            progress.weight, progress.label = work / tokens, f"{result['run']}: {split}, length {length}"
-            row = evaluate(run['model'], run['task'], split, length, n, args.device, None, mistakes, progress)
-            result['rows'].append(row)
-            result['mistakes'].append(mistakes)
-    except KeyboardInterrupt:
-        return False
-    finally:
-        if sys.stderr.isatty():
-            print(' ' * 79, end='\r', file=sys.stderr, flush=True)
-        for result in (run['result'] for run in runs if 'model' in run):  # one of each split and length, then a second, ...
-            result['mistakes'] = [m for some in zip_longest(*result['mistakes']) for m in some if m][:args.mistakes]
-    return True
+        with Progress(sum(cell[-1] for _, cells in plans for cell in cells)) as progress:
+            for (result, model, task), cells in plans:
+                wrong = []
+                for split, length, n, _ in cells:
+                    progress.label, mistakes = f"{result['run']}: {split}, length {length}", []
+                    row = evaluate(model, task, split, length, n, args.machine.device,
+                                   args.machine.autocast, mistakes, progress)
+                    check(math.isfinite(row['loss']), f'{progress.label}: the loss is not finite')
+                    result['rows'].append(row)
+                    wrong += enumerate(mistakes)    # show one of each place, then a second, ...
+                    wrong.sort(key=lambda pair: pair[0])
+                    result['mistakes'] = [mistake for _, mistake in wrong[:args.mistakes]]
+    except (KeyboardInterrupt, Exception) as error:
+        return error
 
-def report(results, settings, finished):
-    lines = [] if finished else ['stopped early: this is what was done', '']
-    for r in results:
-        lines.append('{run}: {task}, {attn}, trained at {train_length}, seed {seed} ({checkpoint}, step {step})'.format(**r))
+def report(results, settings, cut_short):
+    lines = ['stopped early: this is what was done', ''] if cut_short else []
+    lines += ['{run}: {task}, {attn}{}, trained at {train_length}, seed {seed} ({checkpoint}, step '
+              '{step})'.format(unfinished(r), **r) for r in results]
     lines += ['', format_settings(settings), '']
     if any(row.get('upper95') is not None for r in results for row in r['rows']):
-        lines.append('error below: where no sequence is wrong, the share of wrong ones is below this with 95% confidence')
+        lines.append('error below: where no sequence is wrong, the share of wrong ones is below '
+                     'this with 95% confidence')
     if any(len(runs) > 1 for _, runs in settings):
         lines.append('±: standard deviation over seeds')
-    for r in results:
-        for m in r['mistakes']:
-            lines.append('\n{}: {split}, length {length}, sequence {sequence}, {wrong} wrong\n'.format(r['run'], **m))
-            lines += ['    ' + line for line in m['text'].splitlines()]
+    for r, m in ((r, m) for r in results for m in r['mistakes']):
+        lines.append('\n{}: {split}, length {length}, sequence {sequence}, {wrong} wrong\n'
+                     .format(r['run'], **m))
+        lines += ['    ' + line for line in m['text'].splitlines()]
     return '\n'.join(lines).rstrip()
 
-def make_table(args):
-    runs = load_runs(args)
-    cells = plan(args, runs)
-    if args.plot is not None:
-        pyplot()  # if it is missing, say so before the work
-    finished = measure(args, runs, cells)
-    results = [run['result'] for run in runs]
-    settings = [(label, [result['rows'] for result in members]) for label, members in group(results)]
-    as_json = ',\n'.join(json.dumps(result, ensure_ascii=False) for result in results)  # a line for each run
-    as_json = '{"runs": [\n' + as_json + ('\n]}' if finished else '\n], "interrupted": true}')
-    as_text = report(results, settings, finished)
-    print(as_json if args.json else as_text, flush=True)
+def publish(args, as_json, as_text):
+    """The file before the words: nobody may be listening."""
     if args.out:
-        Path(args.out).write_text((as_json if args.out.endswith('.json') else as_text) + '\n', encoding='utf-8')
-    if args.plot is not None and any(r['rows'] for r in results):
-        path = args.plot or (Path(args.runs[0]).with_suffix('.png') if args.runs[0].endswith('.json') else Path(args.runs[0]) / 'eval.png')
-        plot_lengths(settings, sorted({r['train_length'] for r in results}), path)
-        print(f'wrote {path}', file=sys.stderr)
-    return 0 if finished else 130
+        with atomic(args.out) as f:
+            f.write(((as_json if args.out.endswith('.json') else as_text) + '\n').encode())
+    print(as_json if args.json else as_text, flush=True)
+
+def make_table(args):
+    if args.plot is not None:
+        pyplot()    # if it is missing, say so before the work
+    runs = load_runs(args)
+    error = measure(args, runs)
+    cut_short = args.cut_short or error is not None
+    results = [result for result, *_ in runs]
+    settings = group(results)
+    as_json = ',\n'.join(map(json.dumps, results))         # a line for each run
+    as_json = '{"runs": [\n' + as_json + '\n]' + ', "interrupted": true' * cut_short + '}'
+    anything = any(result['rows'] for result in results)
+    if args.plot is not None and anything:
+        path = Path(args.runs[0])
+        path = path.with_suffix('.png') if path.suffix == '.json' else path / 'eval.png'
+        plot_lengths(settings, sorted({r['train_length'] for r in results}), args.plot or path)
+        print(f'wrote {args.plot or path}', file=sys.stderr)
+    if anything or not error:       # hours of work are not lost to what came after
+        publish(args, as_json, report(results, settings, cut_short))
+    if error:
+        raise error
 
 def draw_attention(args):
-    """Draws what the runs attend to in a text of the task's tokens, or in sequence number TEXT of a split."""
-    rows = []
-    for run in load_runs(args):
-        task, model = run['task'], run['model']
+    """What the runs attend to in a text, or in sequence number TEXT of a split."""
+    rows = [[]] if args.heads else []
+    for result, model, task in load_runs(args):
+        H = model.config.n_head
         if args.attention.isdecimal():
-            length = parse_lengths(args.lengths, task.train_length)[0] if args.lengths else min(24, task.train_length)
-            *_, (idx, _) = task.eval_batches(args.split or task.splits[0], length, int(args.attention) + 1)
+            length = min(24, task.train_length)
+            places = chosen(args, task.splits, [length], task.train_length)
+            *_, (idx, _) = task.eval_batches(*next(zip(*places)), int(args.attention) + 1)
             tokens = [t for t in idx[-1].tolist() if task.decode([t])]  # all but padding
         else:
             tokens = task.encode(args.attention)
-        check(1 <= len(tokens) <= 96, f'--attention={args.attention} has {len(tokens)} tokens: a picture shows 1 to 96')
-        labels = [task.decode([t]).replace(' ', '␣').replace('\n', '\\n').replace('$', r'\$') for t in tokens]
-        layers = attention_parts(model, torch.tensor([tokens], device=args.device))
-        rows += [(f'{model.config.attn}, layer {n}', labels, parts) for n, parts in enumerate(layers, 1)]
+        check(1 <= len(tokens) <= 96,
+              f'--attention={args.attention} has {len(tokens)} tokens: a picture shows 1 to 96')
+        labels = [task.decode([t]).replace(' ', '␣').replace('\n', '\\n').replace('$', r'\$')
+                  for t in tokens]
+        layers = attention_parts(model, torch.tensor([tokens], device=args.machine.device))
+        panels = {f'{n}.{h}': (f'{model.config.attn}, layer {n}, head {h}', labels,
+                               {key: part[h - 1] for key, part in parts.items()})
+                  for n, parts in enumerate(layers, 1) for h in range(1, H + 1)}
+        if args.heads:      # side by side
+            for head in args.heads.split(','):
+                check(head in panels, f'--heads={args.heads}: {head!r} is no layer.head of the '
+                                      f'{len(layers)} layers of {H} heads in {result["run"]}')
+            rows[0] += [panels[head] for head in args.heads.split(',')]
+        else:
+            rows += [list(row) for row in zip(*[iter(panels.values())] * H)]
     path = args.plot or Path(args.runs[0]) / 'attention.png'
     plot_attention(rows, f'{task.name}: ' + ' and '.join(args.runs), path)
     print(f'wrote {path}', file=sys.stderr)
 
 def sample(args):
     """Continues a text: tasks with a right answer by the likeliest token, language by chance."""
-    for run in load_runs(args):
-        task, language = run['task'], run['task'].name == 'wikitext'
+    for result, model, task in load_runs(args):
+        language = task.name == 'wikitext'
         tokens = task.encode(args.sample)
         check(tokens, '--sample needs at least one token to continue')
         torch.manual_seed(args.seed)
-        temperature = args.temperature if args.temperature is not None else 0.8 if language else 0.0
-        out = run['model'].generate(torch.tensor([tokens], device=args.device), args.tokens or (200 if language else 16),
-                                    temperature, args.top_k)
-        text = task.decode(out[0].tolist())
-        answer = {'run': run['result']['run'], 'prompt': args.sample, 'text': text}
-        if args.json:
-            print(json.dumps(answer, ensure_ascii=False))
-        else:
-            print(text if len(args.runs) == 1 else f"{answer['run']}: {text}")
+        heat = args.temperature if args.temperature is not None else 0.8 if language else 0.0
+        idx = torch.tensor([tokens], device=args.machine.device)
+        with args.machine.autocast:
+            out = model.generate(idx, args.tokens or (200 if language else 16), heat, args.top_k)
+        answer = {'run': result['run'], 'prompt': args.sample, 'text': task.decode(out[0].tolist())}
+        text = answer['text'] if len(args.runs) == 1 else '{run}: {text}'.format(**answer)
+        print(json.dumps(answer) if args.json else text, flush=True)
 
 def check_flags(args):
-    check(args.runs or args.bench, 'which run? name a folder that train.py wrote; python eval.py -h explains')
-    for name, least in (('n', 1), ('mistakes', 0), ('tokens', 1), ('top_k', 1), ('temperature', 0), ('seed', 0)):
-        value = getattr(args, name)
-        check(value is None or value >= least, f'--{name}={value} must be at least {least}')
+    check(args.runs or args.bench, 'which run? name a folder that train.py wrote')
+    least = {'n': 1, 'mistakes': 0, 'tokens': 1, 'top_k': 1, 'temperature': 0, 'seed': 0}
+    for name, value in ((name, getattr(args, name)) for name in least):
+        check(value is None or value >= least[name],
+              f'--{name}={value} must be at least {least[name]}')
     for name, endings in (('out', ('.md', '.json')), ('plot', ('.png',))):
         if path := getattr(args, name):
             check(path.endswith(endings), f'--{name}={path} must end in {" or ".join(endings)}')
-            check(Path(path).absolute().parent.is_dir(), f'--{name}={path}: there is no such folder')
-    try:
-        torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f'--device={args.device} cannot be used: {str(error).splitlines()[0]}') from None
-
-def keep_freed_memory():
-    """
-    glibc gives large blocks back to the system when they are freed. To ask for them again, page by page, can cost more than what
-    is then done with them: let it keep them.
-    """
-    try:
-        libc = ctypes.CDLL('libc.so.6')
-        libc.mallopt(-3, 2 ** 30)               # M_MMAP_THRESHOLD: what is smaller comes from the heap ...
-        libc.mallopt(-1, 2 ** 31 - 1)           # M_TRIM_THRESHOLD: ... and stays there
-    except (OSError, AttributeError):
-        pass                                    # not Linux, or another C library
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):                   # argparse would print the usage first
-        self.exit(2, f'eval.py: {" ".join(message.split())}; python eval.py -h explains\n')
+            check(Path(path).absolute().parent.is_dir(), f'--{name}={path}: no such folder')
+    check(args.heads is None or args.attention is not None, '--heads is for --attention=TEXT')
 
 def main():
-    parser = Parser(prog='eval.py', description=__doc__, allow_abbrev=False,
+    parser = Parser(prog='eval.py', description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add('runs', nargs='*', metavar='RUN', help='a folder that train.py wrote')
-    add('--checkpoint', metavar='FILE', help='which file of the folder (best.pt, or last.pt if there is none)')
-    add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='cpu, cuda, cuda:1, ... (%(default)s)')
+    add('runs', nargs='*', metavar='RUN', help='a folder of train.py, or a FILE.json of --out')
+    add('--checkpoint', help='which file of the folder (best.pt, or last.pt if there is none)')
+    add('--data_dir', help='wikitext: where data.py has put it (where it was in training)')
+    add('--device', default='auto', help='cpu, cuda, cuda:1, mps (auto: as in train.py)')
+    add('--dtype', default='auto', help='float32 or bfloat16 (auto: as in train.py)')
     add('--split', help='one or several, with commas (all of them; wikitext: test)')
-    add('--lengths', help='1x,8x or 512,4096: multiples of the training length, or lengths (those of the paper)')
+    add('--lengths', help="512,4096 or, times the training length, 1x,8x (the paper's)")
     add('--n', type=int, help='sequences for each split and length; wikitext: tokens')
-    add('--mistakes', type=int, default=3, metavar='N', help='how many wrong sequences to show for each run (3)')
+    add('--mistakes', type=int, default=3, help='how many wrong sequences to show of each run (3)')
     add('--json', action='store_true', help='JSON, and nothing else on stdout')
-    add('--out', metavar='FILE', help='also write the result to FILE.md or FILE.json')
-    add('--plot', metavar='FILE.png', help='draw the metric against length; --plot alone: eval.png in the first run')
-    add('--attention', metavar='TEXT', help='draw the attention on a text, or on sequence number TEXT of a split')
-    add('--bench', action='store_true', help='time and memory of the kernel beside the dense formula and fused attention')
-    add('--quick', action='store_true', help='... a few sizes only, to see that it works')
-    add('--sample', metavar='TEXT', help='continue a text')
-    add('--tokens', type=int, metavar='N', help='... by so many tokens (16; wikitext: 200)')
-    add('--temperature', type=float, metavar='T', help='... 0 always takes the likeliest (0; wikitext: 0.8)')
-    add('--top_k', type=int, metavar='K', help='... drawn from the K likeliest')
+    add('--out', help='also write the result to FILE.md or FILE.json')
+    add('--plot', help='FILE.png: the metric against length; --plot alone: eval.png in the run')
+    add('--attention', help='draw the attention on a text, or on sequence number N of a split')
+    add('--heads', help='... of some heads: 2.4,1.1 are layer 2, head 4 and layer 1, head 1')
+    add('--bench', action='store_true', help='time and memory: kernel, training step, generation')
+    add('--sample', help='continue a text')
+    add('--tokens', type=int, help='... by so many tokens (16; wikitext: 200)')
+    add('--temperature', type=float, help='... 0 always takes the likeliest (0; wikitext: 0.8)')
+    add('--top_k', type=int, help='... drawn from the so many likeliest')
     add('--seed', type=int, default=0, help='... drawn with this seed (0)')
     # "--plot RUN" means --plot, then a run: the file needs an =
     args = parser.parse_args(['--plot=' if arg == '--plot' else arg for arg in sys.argv[1:]])
-    if not args.bench:                          # which shows the kernel as it is without
-        keep_freed_memory()
-    try:
-        check_flags(args)
-        command = bench if args.bench else draw_attention if args.attention is not None else sample if args.sample is not None else make_table
-        sys.exit(command(args))
-    except (ValueError, OSError, MemoryError) as error:
-        parser.exit(2, f'eval.py: {" ".join(str(error).split())}\n')
-    except KeyboardInterrupt:
-        parser.exit(130, '\nstopped\n')
+    check_flags(args)
+    args.cut_short = False          # is a file of results that of a work stopped early
+    args.machine = pick_machine(args.device, args.dtype)
+    if args.bench:
+        return bench(args)
+    keep_freed_memory()
+    if args.attention is not None:
+        return draw_attention(args)
+    return sample(args) if args.sample is not None else make_table(args)
 
 if __name__ == '__main__':
     main()
