@@ -332,6 +332,7 @@ def plot_lengths(settings, train_lengths, path):
     """
     plt = pyplot()
     every = [row for _, runs in settings for run in runs for row in run['rows']]
+    check(every, 'nothing to draw: nothing measured yet')
     lengths, text = sorted({place(row)[1] for row in every}), 'window' in every[0]
     metric = next(key for key in METRICS if key in every[0])
     if text and all(math.isclose(row['loss'], row['bits_per_byte'] * math.log(2)) for row in every):
@@ -505,7 +506,7 @@ BENCH = {
 def clock(functions, repeats, device):
     """The best time in ms of each, interleaved: a busy moment falls on all of them alike."""
     def wait():
-        if torch.device(device).type != 'cpu':          # which answers before it has done the work
+        if torch.device(device).type != 'cpu':          # a GPU answers before it is done
             torch.accelerator.synchronize(device)
     best = [math.inf] * len(functions)
     for repeat in range(repeats + 1):                   # the first one warms up and compiles
@@ -529,7 +530,7 @@ def peak_mb(function, device):
     try:
         ctypes.CDLL('libc.so.6').malloc_trim(0)         # or memory freed earlier is used in silence
         Path('/proc/self/clear_refs').write_text('5')   # resets the peak
-    except OSError:
+    except (OSError, AttributeError):                   # not Linux, or another C library
         kind = 'unknown'
     if kind != 'cpu':
         return None
@@ -635,7 +636,7 @@ def bench(args):
             print(f'measuring: {name} {size}', file=sys.stderr, flush=True)
             torch.manual_seed(0)
             result[name].append(globals()[f'bench_{name}'](size, machine))
-    publish(args, json.dumps(result), bench_report(result))
+    print(save(args, json.dumps(result), bench_report(result)), flush=True)
 
 def bench_report(result):
     """The result of bench, for people."""
@@ -793,12 +794,12 @@ def report(results, settings, cut_short):
         lines += ['    ' + line for line in m['text'].splitlines()]
     return '\n'.join(lines).rstrip()
 
-def publish(args, as_json, as_text):
-    """The file before the words: nobody may be listening."""
+def save(args, as_json, as_text):
+    """Writes the file of --out and returns what to print, then: nobody may be listening."""
     if args.out:
         with atomic(args.out) as f:
             f.write(((as_json if args.out.endswith('.json') else as_text) + '\n').encode())
-    print(as_json if args.json else as_text, flush=True)
+    return as_json if args.json else as_text
 
 def make_table(args):
     if args.plot is not None:
@@ -810,15 +811,16 @@ def make_table(args):
     settings = group(results)
     as_json = ',\n'.join(map(json.dumps, results))         # a line for each run
     as_json = '{"runs": [\n' + as_json + '\n]' + ', "interrupted": true' * cut_short + '}'
-    anything = any(result['rows'] for result in results)
-    if args.plot is not None and anything:
+    if error and not any(result['rows'] for result in results):
+        raise error
+    words = save(args, as_json, report(results, settings, cut_short))
+    if args.plot is not None:
         path = Path(args.runs[0])
         path = path.with_suffix('.png') if path.suffix == '.json' else path / 'eval.png'
         plot_lengths(settings, sorted({r['train_length'] for r in results}), args.plot or path)
         print(f'wrote {args.plot or path}', file=sys.stderr)
-    if anything or not error:       # hours of work are not lost to what came after
-        publish(args, as_json, report(results, settings, cut_short))
-    if error:
+    print(words, flush=True)
+    if error:               # only now: hours of work are not lost to what came after them
         raise error
 
 def draw_attention(args):
