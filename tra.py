@@ -4,27 +4,30 @@ Threshold Relative Attention (TRA): the whole model in one file.
 Paper: "TRA: Better Length Generalisation with Threshold Relative Attention",
 Opper, Fernandez, Smolensky and Gao, TMLR 2025, https://arxiv.org/abs/2503.23174
 
-The idea. Softmax attention gives every key some weight, and position encodings measure distance over all keys. Both
-change when sequences grow: there is more to average over, and distances appear that were never trained. TRA changes two
-things. A key whose score is not positive leaves the softmax altogether, and distance counts only the keys that stayed:
+Softmax attention gives every key some weight, and position encodings measure distance over all
+keys. Both change when sequences grow: there is more to average over, and distances appear that were
+never trained. TRA changes two things. A key whose score is not positive leaves the softmax
+altogether, and distance counts only the keys that stayed:
 
-    s_ij    = q_i . k_j / sqrt(D)                     q and k RMS-normalised over the head dimension D
-    keep_ij = (j <= i) and (s_ij > 0)                 selective sparsity
-    c_ij    = #{ l kept : j <= l <= i }               contextual distance: the nearest kept key is at 1
-    g_i     = log sigmoid(w . x_i + b)  <= 0          how fast query i forgets, one gate per head
-    l_ij    = s_ij + g_i c_ij                         where kept
-    a_ij    = softmax of l_ij over the kept keys      a row that keeps nothing outputs exactly 0
+    s_ij    = q_i . k_j / sqrt(D)                 q and k RMS-normalised over the head dimension D
+    keep_ij = (j <= i) and (s_ij > 0)             selective sparsity
+    c_ij    = #{ l kept by i : j <= l <= i }      contextual distance: the nearest kept key is at 1
+    g_i     = log sigmoid(w . x_i + b)  <= 0      how fast query i forgets, one gate a head
+    l_ij    = s_ij + g_i c_ij                     where kept
+    a_ij    = softmax of l_ij over the kept j     a row that keeps nothing outputs exactly 0
     o_i     = sum_j a_ij v_j
 
-Why lengths hold: the keys that query i keeps have the distinct counts 1, 2, 3, ..., and the nearest alone adds more than e^{g_i}
-to the softmax's sum. So all that lies beyond count c has a share of at most exp(max s) (e^{g_i c} + e^{g_i (c+1)} + ...), a
-geometric series. However long the sequence, what is far away cannot add up.
+Why lengths hold: the keys that query i keeps have the distinct counts 1, 2, 3, ..., and the nearest
+alone adds more than e^{g_i} to the softmax's sum. So all that lies beyond count c has a share of at
+most exp(max s) (e^{g_i c} + e^{g_i (c+1)} + ...): a geometric series, finite because the gate
+e^{g_i} is below 1. However long the sequence, what is far away cannot add up.
 
-Reading order: `tra_dense` is the formula, `tra_blockwise` computes the same in memory linear in T and is what runs, then
-the five baselines, then the decoder around them. `Config.pre_norm` is the one default that differs from the authors'
-notebook: it trains far better (README.md, "Differences from the paper").
+Reading order: `tra_dense` is the formula; then the model around it, as in nanoGPT; then the other
+attentions it is compared with. Behind the divider the same formula again, fast and in memory linear
+in T: `tra_blockwise`, which is what runs. "The notebook" is the authors' only published code, a
+flip-flop run; where this model differs from it, the place says so.
 
-Sizes: B batch, T sequence, C embedding, H heads, D head dimension.
+Sizes: B batch, T sequence, C embedding, H heads, D = C / H head dimension.
 """
 import functools
 import math
@@ -35,10 +38,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-ATTENTIONS = ('tra', 'rope', 'nope', 'alibi', 'cope', 'fot')
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Config:
     vocab_size: int
     n_layer: int = 4
@@ -46,585 +46,74 @@ class Config:
     n_embd: int = 256
     mlp_ratio: int = 2             # hidden size of the MLP, in embeddings
     dropout: float = 0.01          # on attention weights and on the MLP's hidden layer
-    attn: str = 'tra'              # one of ATTENTIONS
-    tra_sparsity: bool = True      # False: ablation, every causal key is kept and distance is plain i - j + 1
-    tra_distance: bool = True      # False: ablation, keys are dropped but the gate times distance is not added
+    attn: str = 'tra'              # a name in ATTENTIONS, below
+    tra_sparsity: bool = True      # False: ablation, every key is kept; distance is i - j + 1
+    tra_distance: bool = True      # False: ablation, keys are dropped, but distance does not count
     rope_theta: float = 500_000.0  # base of the rotary angles
     cope_npos: int = 64            # number of positions CoPE can tell apart
-    pre_norm: bool = True          # False: the notebook's blocks, which normalise the residual stream itself
-    keep_at_start: bool = False    # True: initialised so that TRA keeps every key at first, see Decoder.keep_all
+    pre_norm: bool = True          # False: the notebook's blocks, which trained far worse
+    keep_at_start: bool = False    # True: TRA keeps nearly every key at first, see Decoder.keep_all
 
     def __post_init__(self):
         if self.attn not in ATTENTIONS:
-            raise ValueError(f"unknown attn '{self.attn}': choose one of {', '.join(ATTENTIONS)}")
+            raise ValueError(f'unknown attn {self.attn!r}: choose one of {", ".join(ATTENTIONS)}')
         for name in ('vocab_size', 'n_layer', 'n_head', 'n_embd', 'mlp_ratio', 'cope_npos'):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-        if self.n_embd % self.n_head:
+        D, rest = divmod(self.n_embd, self.n_head)
+        if rest:
             raise ValueError(f'n_embd ({self.n_embd}) must be divisible by n_head ({self.n_head})')
-        if self.attn == 'rope' and self.n_embd // self.n_head % 2:
-            raise ValueError(f'rope rotates pairs: n_embd / n_head must be even, not {self.n_embd // self.n_head}')
+        if self.attn == 'rope' and D % 2:
+            raise ValueError(f'rope rotates pairs: n_embd / n_head must be even, not {D}')
         if self.keep_at_start and not self.pre_norm:
-            raise ValueError('keep_at_start changes the initialisation of pre-norm blocks: pre_norm must be True with it')
+            raise ValueError('keep_at_start is for pre-norm blocks: pre_norm must be True with it')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
 
-
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # TRA, the formula
 
-def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, seed=None, return_parts=False):
+def widen(x):
+    """16 bits to float32: bfloat16 cannot count past 256"""
+    return x if x.dtype == torch.float64 else x.float()
+
+def in_full_precision(attention):
+    """The attention computed in float32 or float64, whatever its inputs are and autocast says."""
+    @functools.wraps(attention)
+    def call(q, k, v, log_gate, *args, **kwargs):
+        with torch.autocast(q.device.type, enabled=False):
+            out = attention(*(widen(x) for x in (q, k, v, log_gate)), *args, **kwargs)
+        return out.to(v.dtype)
+    return call
+
+@in_full_precision
+def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, mask=1.0):
     """
     TRA as the equations say it, with T x T matrices: the function to learn from.
 
-    q (B, H, Tq, D), k and v (B, H, T, D), log_gate (B, H, Tq); the queries are the last Tq of the T positions.
-    Returns (B, H, Tq, D), and with return_parts also a dict of keep, count and weights, each (B, H, Tq, T).
+    q (B, H, Tq, D), k and v (B, H, T, D), log_gate (B, H, Tq); the queries are the last Tq of the T
+    positions, all of them in training, one in decoding. mask is dropout's, of the weights' shape.
+
+    `keep` and `count` come from comparisons: to the gradient they are constants. s, g and v learn
+    through the keys that are kept, and a dropped pair learns nothing from that query.
     """
-    B, H, Tq, D = q.shape
-    T = k.size(2)
-    dtype_out = v.dtype
-    q, k, v, log_gate = (widen(x) for x in (q, k, v, log_gate))
-    if not distance:
-        log_gate = torch.zeros_like(log_gate)
+    Tq, T, D = q.size(2), k.size(2), q.size(3)
     i = torch.arange(T - Tq, T, device=q.device)[:, None]
     j = torch.arange(T, device=q.device)[None, :]
-    with torch.autocast(q.device.type, enabled=False):
-        scores = q @ k.mT / math.sqrt(D)                                    # s_ij     (B, H, Tq, T)
-        keep = (j <= i) & ((scores > 0) if sparsity else True)              # keep_ij  (B, H, Tq, T)
-        keep = keep.expand_as(scores)
-        count = keep.to(q.dtype).flip(-1).cumsum(-1).flip(-1)                 # c_ij: kept keys from j rightwards
-        logits = scores + log_gate[..., None] * count                       # l_ij
-        logits = logits.masked_fill(~keep, -math.inf)
-        top = logits.amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)  # finite, even where nothing is kept
-        weights = torch.exp(logits - top)
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / total.masked_fill(total == 0, 1)                # a_ij; a row that keeps nothing stays 0
-        dropped = weights
-        if dropout:
-            head = torch.arange(B * H, device=q.device).view(B, H, 1, 1)
-            dropped = weights * dropout_mask(row_hash(seed, head, i), (i - j).to(torch.int32), dropout, q.dtype)
-        out = (dropped @ v).to(dtype_out)                                   # o_i      (B, H, Tq, D)
-    return (out, {'keep': keep, 'count': count, 'weights': weights}) if return_parts else out
-
-
-def widen(x):
-    """bfloat16 and float16 to float32: 16 bits cannot count past 256 (or 2048)"""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-# Dropout without storing a T x T mask: whether a weight is dropped is a hash of (seed, head, query, distance to the key), so
-# that the backward pass computes the same mask again. "head" numbers the heads of the whole batch.
-
-def mix(x):
-    """An integer hash, int32 to int32: every bit of x moves about half of the result's bits."""
-    x = (x ^ ((x >> 16) & 0xffff)) * 0x45d9f3b
-    x = (x ^ ((x >> 16) & 0xffff)) * 0x45d9f3b
-    return x ^ ((x >> 16) & 0xffff)
-
-
-def row_hash(seed, head, query):
-    return mix(mix(seed.to(torch.int32) + mix(head.to(torch.int32) + 1)) + query.to(torch.int32))
-
-
-def dropout_mask(rows, distance, dropout, dtype):
-    """1 / (1 - dropout) where a weight stays, 0 where it is dropped. rows (hashes) and distance i - j, int32, broadcast."""
-    stays = (mix(rows + distance * -0x61c88647) & 0x7fffffff) >= int(dropout * 2 ** 31)  # 2^32 / golden ratio: far apart
-    return stays.to(dtype) * (1 / (1 - dropout))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# TRA, the kernel
-#
-# FlashAttention's idea, walked from right to left. Queries and keys are cut into blocks; a tile is one block of queries
-# against one block of keys. For a block of queries we visit the key blocks from the diagonal back to the start and carry,
-# for each query, how many keys it has kept so far (`count`), the sum of its weights (`total`) and the weighted values
-# (`out`). Three things make it short and fast:
-#
-# 1. No running maximum. Softmax may subtract any constant from a row; we take g_i, so l_ij = s_ij + g_i (c_ij - 1). Then the
-#    nearest kept key has l = s > 0, the sum is at least 1, and l never exceeds the largest score, which is sqrt(D) for
-#    normalised q and k: the sum neither overflows nor vanishes, and FlashAttention's rescaling falls away.
-# 2. Counting inside a tile. c_ij needs a running sum along the keys, which vector units are bad at. So the keys of a tile
-#    are dealt out like cards into PLANES hands: plane p holds the keys p, p + PLANES, p + 2 PLANES, ... A group, one key
-#    of each plane, is then PLANES consecutive keys. How many keys are kept in the groups further right is one small matmul
-#    with a triangle of ones; inside a group it is PLANES additions of whole vectors.
-# 3. Many tiles at a time. The tiles of all batches and heads, and of several query blocks, go through one batched matmul
-#    and one compiled function, so that the cost of a call is shared. CHUNK tiles still fit the CPU's caches.
-#
-# Where the time then goes, `python eval.py --bench` says by torch.profiler: on 2 CPU cores about two thirds are the seven matmuls
-# of a tile, forward and backward, as in any attention, and a tenth to a sixth the two compiled functions.
-
-PLANES = 8
-CHUNK = 64
-FEW = 16    # up to so many queries, as in cached decoding, no tiles are cut: see tra_few
-SHORT = 48  # up to so many keys a tile would be mostly padding, and the formula itself is faster
-
-
-def compiled(function):
-    """torch.compile, or the plain function, after one warning, where the machine has no compiler."""
-    fast = None  # until the first call: to load the compiler takes seconds
-
-    @functools.wraps(function)
-    def call(*args):
-        nonlocal fast
-        if compiled.broken or len(args[0]) == 1:  # torch.compile would compile once more for a lone tile
-            return function(*args)
-        fast = fast or torch.compile(function, dynamic=False, recompile_limit=64)
-        for x in args:  # the number of tiles varies along the walk: compile once for all of them
-            if isinstance(x, torch.Tensor) and x.dim() > 1:
-                torch._dynamo.maybe_mark_dynamic(x, 0)
-        try:
-            return fast(*args)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            compiled.broken = True
-            warnings.warn(f'torch.compile does not work here, so the TRA kernel runs uncompiled and slower '
-                          f'({type(error).__name__}: {str(error).strip().splitlines()[0]})')
-            return function(*args)
-    return call
-
-
-compiled.broken = False
-
-
-def exp(x):
-    """
-    e^x for x < 88. In float32 on a CPU by hand: 2^n e^r with n whole and |r| <= ln(2) / 2, the series of e^r, and n written into the
-    exponent bits. The compiler's exp is a call for every 8 numbers, around which all registers are saved: too slow.
-    """
-    if x.dtype != torch.float32 or x.device.type != 'cpu':
-        return torch.exp(x)
-    x = x.clamp(min=-87)                                                    # less is 0 to all purposes
-    n = (x * 1.44269504).round()                                            # x log2(e)
-    r = x - n * 0.693359375 + n * 2.12194440e-4                             # x - n ln(2), in two parts: the first is exact
-    series = 1 / math.factorial(7)
-    for k in range(6, -1, -1):
-        series = series * r + 1 / math.factorial(k)
-    return series * ((n.to(torch.int32) + 127) << 23).view(torch.float32)
-
-
-def by_plane(rows):
-    return rows.unflatten(-1, (PLANES, -1)).unbind(-2)
-
-
-def count_kept(scores, count, last, sparsity):
-    """
-    For the rows of all tiles, scores (rows, block), by plane: the scores, keep_ij and c_ij, each a list of (rows, block / PLANES);
-    and how many keys each row keeps in its tile. `count` (rows) is what it kept to the right of the tile, `last` (rows) the last
-    key of the tile that it may see.
-    """
-    planes = by_plane(scores)
-    groups = planes[0].size(1)
-    first = torch.arange(groups, device=scores.device, dtype=scores.dtype) * PLANES
-    keep = [(s > 0) & (first + p <= last[:, None]) if sparsity else (first + p <= last[:, None]).expand_as(s)
-            for p, s in enumerate(planes)]
-    kept = sum(x.to(scores.dtype) for x in keep)                            # in each group
-    later = kept @ torch.ones(groups, groups, device=scores.device, dtype=scores.dtype).tril(-1)
-    running = count[:, None] + later                                        # kept in all groups further right
-    counts = []
-    for x in reversed(keep):
-        running = running + x
-        counts.insert(0, running)
-    return planes, keep, counts, kept.sum(-1)
-
-
-def dropout_by_plane(rows, last, block, dropout, dtype):
-    """A function of (plane, tile of that plane) to the tile with dropout applied."""
-    if not dropout:
-        return lambda p, x: x                                               # not even times 1: that would be one more pass
-    distance = last.to(torch.int32)[:, None] - torch.arange(0, block, PLANES, device=last.device, dtype=torch.int32)
-    return lambda p, x: x * dropout_mask(rows[:, None], distance - p, dropout, dtype)
-
-
-# The two tile functions take tiles (N, block, block) and numbers by query (N, block), and see them as N * block rows: with a
-# single loop over rows, the compiler fuses everything after the count, sums included, into one pass over the tile.
-
-@compiled
-def forward_tile(scores, log_gate, count, last, rows, sparsity, dropout):
-    """A tile's unnormalised weights (N, block, block), dropout applied; by query, their sum before dropout and keys kept."""
-    log_gate, last, rows = (x.flatten() for x in (log_gate, last, rows))
-    planes, keep, counts, kept = count_kept(scores.flatten(0, 1), count.flatten(), last, sparsity)
-    drop = dropout_by_plane(rows, last, scores.size(2), dropout, scores.dtype)
-    weights, sums = [], 0
-    for p, (s, stay, c) in enumerate(zip(planes, keep, counts)):
-        weight = torch.where(stay, exp(s + log_gate[:, None] * (c - 1)), 0.0)
-        weights.append(drop(p, weight))
-        sums = sums + weight
-    return torch.cat(weights, 1).view_as(scores), sums.sum(-1).view_as(count), kept.view_as(count)
-
-
-@compiled
-def backward_tile(scores, dweights, log_gate, count, lse, delta, last, rows, sparsity, dropout):
-    """
-    A tile's weights a_ij again, times the dropout mask m_ij, and dl_ij = a_ij (m_ij dO_i . v_j - delta_i) with delta_i = dO_i . O_i;
-    by query, the gate's gradient sum_j dl_ij c_ij (c or c - 1: the dl of a row sum to 0) and keys kept.
-    """
-    log_gate, lse, delta, last, rows = (x.flatten() for x in (log_gate, lse, delta, last, rows))
-    planes, keep, counts, kept = count_kept(scores.flatten(0, 1), count.flatten(), last, sparsity)
-    drop = dropout_by_plane(rows, last, scores.size(2), dropout, scores.dtype)
-    weights, dlogits, sums = [], [], 0
-    for p, (s, dw, stay, c) in enumerate(zip(planes, by_plane(dweights.flatten(0, 1)), keep, counts)):
-        weight = torch.where(stay, exp(s + log_gate[:, None] * (c - 1) - lse[:, None]), 0.0)
-        dlogit = weight * (drop(p, dw) - delta[:, None])
-        weights.append(drop(p, weight))
-        dlogits.append(dlogit)
-        sums = sums + dlogit * (c - 1)
-    return (torch.cat(weights, 1).view_as(scores), torch.cat(dlogits, 1).view_as(scores), sums.sum(-1).view_as(count),
-            kept.view_as(count))
-
-
-class Tiling:
-    """
-    Where each tile lies. Keys are padded on the right to whole blocks; queries, the last Tq of the T positions, are padded
-    on both sides to the same grid. No real query sees a padded key (it lies in its future), and padded queries are cut off
-    again. Tiles are stored block by block, all batches and heads of a block together: (blocks * B * H, block, ...). So "the
-    key block d blocks to the left", for any run of query tiles, is one contiguous slice.
-    """
-
-    def __init__(self, q, k):
-        self.B, self.H, self.Tq, self.D = q.shape
-        self.T = k.size(2)
-        self.BH = self.B * self.H
-        self.scale = 1 / math.sqrt(self.D)
-        self.block = 128 if self.T > 256 else 64
-        self.offset = (self.T - self.Tq) // self.block                      # the block of the first query
-        self.left = self.T - self.Tq - self.offset * self.block             # padding before it
-        self.right = -self.T % self.block
-        self.N = (self.left + self.Tq + self.right) // self.block * self.BH
-        self.device, self.dtype = q.device, widen(q).dtype
-        self.chunk = CHUNK * (128 // self.block) ** 2 * (1 if q.device.type == 'cpu' else 16)  # a GPU wants more to do at a time
-
-    def queries(self, x):
-        """(B, H, Tq, ...) to tiles (N, block, ...)"""
-        return self.cut(x, self.left, (self.block,))
-
-    def keys(self, x):
-        """(B, H, T, ...) to tiles, the keys of a block dealt into planes"""
-        return self.cut(x, 0, (self.block // PLANES, PLANES))
-
-    def cut(self, x, left, shape):
-        if left or self.right:
-            x = F.pad(x, (0, 0) * (x.dim() - 3) + (left, self.right))
-        x = x.unflatten(2, (-1, *shape)).movedim(2, 0)                      # (blocks, B, H, block, ...), of keys groups, planes
-        if len(shape) == 2:
-            x = x.transpose(3, 4)
-        return x.reshape(-1, self.block, *x.shape[3 + len(shape):]).to(self.dtype)
-
-    def uncut_queries(self, x, like):
-        return self.uncut(x.unflatten(0, (-1, self.B, self.H)), self.left, self.Tq, like)
-
-    def uncut_keys(self, x, like):
-        x = x.unflatten(0, (-1, self.B, self.H)).unflatten(3, (PLANES, -1)).transpose(3, 4)
-        return self.uncut(x, 0, self.T, like)
-
-    def uncut(self, x, left, length, like):
-        x = x.movedim(0, 2).reshape(self.B, self.H, -1, *like.shape[3:])
-        return x[:, :, left:left + length].to(like.dtype).contiguous()
-
-    def rows(self):
-        """zeros for a number kept per query"""
-        return torch.zeros(self.N, self.block, device=self.device, dtype=self.dtype)
-
-    def scratch(self):
-        """
-        A matmul (N, block, block), alpha times, into the same memory at every step: fresh memory would cost more than the matmul.
-        """
-        room = torch.empty(min(self.N, self.chunk), self.block, self.block, device=self.device, dtype=self.dtype)
-        return lambda a, b, alpha=1.0: room[:len(a)].baddbmm_(a, b, beta=0, alpha=alpha)
-
-    def hashes(self, seed, dropout):
-        """what dropout_mask needs to know of each query, (N, block)"""
-        if not dropout:
-            return self.rows()
-        blocks = torch.arange(self.N // self.BH, device=self.device)[:, None, None] + self.offset
-        query = blocks * self.block + torch.arange(self.block, device=self.device)
-        return row_hash(seed, torch.arange(self.BH, device=self.device)[:, None], query).flatten(0, 1)
-
-    def full_reach(self):
-        """how many key blocks each query tile has to visit, itself included; on the CPU, because it steers the walk"""
-        return self.offset + 1 + torch.arange(self.N) // self.BH
-
-    def may_stop(self, d):
-        """whether to look, after step d, which tiles are done: a GPU has to be waited for, so there at 8, 16, 32, ... only"""
-        return d > 0 if self.device.type == 'cpu' else d >= 8 and d & (d - 1) == 0
-
-    def walk(self, reach):
-        """
-        Yields (query tiles, key tiles, last visible key, d) for every step, right to left for each run of query tiles. Tiles
-        are slices where they lie side by side, else indices. The caller may lower `reach` on the way.
-        """
-        last = torch.arange(self.block, device=self.device, dtype=self.dtype).repeat(min(self.N, self.chunk), 1)
-        for start in range(0, self.N, self.chunk):
-            d = 0
-            while len(i := (reach[start:start + self.chunk] > d).nonzero()[:, 0]):
-                lo, hi = start + int(i[0]), start + int(i[-1]) + 1
-                shift = (self.offset - d) * self.BH                         # from a query's tile to the key tile d to its left
-                if hi - lo == len(i):
-                    yield slice(lo, hi), slice(lo + shift, hi + shift), last[:len(i)] + d * self.block, d
-                else:
-                    i = (i + start).to(self.device)
-                    yield i, i + shift, last[:len(i)] + d * self.block, d
-                d += 1
-
-
-def add_matmul(x, i, a, b, alpha=1.0, first=False):
-    """x[i] += alpha a @ b, without a copy where the tiles i are a slice; the first time x is written, not added to."""
-    if isinstance(i, slice):
-        x[i].baddbmm_(a, b, beta=0 if first else 1, alpha=alpha)
-    else:
-        x[i] = torch.baddbmm(x[i], a, b, alpha=alpha)
-
-
-# The early exit. Query i has kept c keys so far; those it keeps further left have the distinct counts c + 1, c + 2, ..., and no
-# score exceeds a bound (|q_i| |k_j| / sqrt(D), which is sqrt(D) for normalised q and k). So all the weight still to come,
-# however long the sequence, is at most
-#
-#     exp(bound) (e^{g c} + e^{g (c+1)} + ...)  =  exp(bound + g c) / (1 - e^g)              (l = s + g (c - 1), as above)
-#
-# The sum so far is at least 1, because the nearest kept key has e^s > 1 (at least e^-bound without sparsity). So once the tail is
-# below rounding beside it, which takes a number of kept keys that the gate alone decides, the rest of the walk cannot change the
-# result and is left out: heads that forget cost O(T), not O(T^2). It is the bound that makes lengths hold, see the top.
-
-def enough(bound, log_gate, sparsity):
-    """How many kept keys make all the rest of a query's row too small to matter: 1 or more, infinite if it never forgets."""
-    least = 0 if sparsity else -bound                                       # the nearest key's score, at least
-    tail = bound - torch.log(-torch.expm1(log_gate)) - least                # at c = 0, in logarithms
-    return ((tail - math.log(torch.finfo(log_gate.dtype).eps / 64)) / log_gate.abs()).clamp(min=1)
-
-
-# Custom operators: to torch.compile each is one opaque node, so that compiling a model does not unroll the walk into it.
-
-@torch.library.custom_op('nanotra::forward', mutates_args=())
-def tra_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor, seed: torch.Tensor,
-                sparsity: bool, dropout: float, bound: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out (B, H, Tq, D); and by tile, for the backward pass, the log of each query's sum of weights, and the reach."""
-    t = Tiling(q, k)
-    with torch.autocast(q.device.type, enabled=False):
-        tq, tg = t.queries(q), t.queries(log_gate)
-        tk, tv = t.keys(k), t.keys(v)
-        rows = t.hashes(seed, dropout)
-        count, total, out = t.rows(), t.rows(), torch.empty_like(tq)
-        matmul, reach = t.scratch(), t.full_reach()
-        needed = t.queries(enough(bound, widen(log_gate), sparsity))        # 0 for padding
-        for i, j, last, d in t.walk(reach):
-            scores = matmul(tq[i], tk[j].mT, t.scale)                       # (tiles, block, block)
-            weights, sums, kept = forward_tile(scores, tg[i], count[i], last, rows[i], sparsity, dropout)
-            add_matmul(out, i, weights, tv[j], first=d == 0)
-            count[i] += kept
-            total[i] += sums
-            if t.may_stop(d):
-                done = (count[i] >= needed[i]).all(1).cpu()
-                if 2 * done.sum() >= len(done):                             # what goes on must be gathered: is it worth it?
-                    reach[i] = torch.where(done, d + 1, reach[i])
-        empty = total == 0                                                  # rows that kept nothing output 0
-        out /= total.masked_fill(empty, 1)[..., None]
-        return t.uncut_queries(out, v), total.masked_fill(empty, 1).log(), reach
-
-
-@torch.library.custom_op('nanotra::backward', mutates_args=())
-def tra_backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor,
-                 seed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, reach: torch.Tensor, sparsity: bool,
-                 dropout: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k, v and log_gate: the same walk, every tile computed again from its inputs and lse."""
-    t = Tiling(q, k)
-    with torch.autocast(q.device.type, enabled=False):
-        tq, tg = t.queries(q), t.queries(log_gate)
-        tk, tv = t.keys(k), t.keys(v)
-        tdout, delta = t.queries(dout), t.queries((widen(dout) * widen(out)).sum(-1))
-        rows = t.hashes(seed, dropout)
-        count, dlog_gate, dq = t.rows(), t.rows(), torch.empty_like(tq)
-        dk, dv = torch.empty_like(tk), torch.empty_like(tv)
-        for x in (dk, dv):
-            x[:t.offset * t.BH] = 0                                         # the other key tiles are written at d = 0
-        matmul, matmul2 = t.scratch(), t.scratch()
-        for i, j, last, d in t.walk(reach):
-            scores = matmul(tq[i], tk[j].mT, t.scale)
-            dweights = matmul2(tdout[i], tv[j].mT)
-            weights, dlogits, sums, kept = backward_tile(scores, dweights, tg[i], count[i], lse[i], delta[i], last,
-                                                         rows[i], sparsity, dropout)
-            add_matmul(dq, i, dlogits, tk[j], t.scale, first=d == 0)
-            add_matmul(dk, j, dlogits.mT, tq[i], t.scale, first=d == 0)
-            add_matmul(dv, j, weights.mT, tdout[i], first=d == 0)
-            dlog_gate[i] += sums
-            count[i] += kept
-        return (t.uncut_queries(dq, q), t.uncut_keys(dk, k), t.uncut_keys(dv, v),
-                t.uncut_queries(dlog_gate, log_gate))
-
-
-@tra_forward.register_fake
-def _(q, k, v, log_gate, seed, sparsity, dropout, bound):
-    t = Tiling(q, k)
-    return torch.empty_like(v[:, :, :q.size(2)]).contiguous(), t.rows(), t.full_reach()
-
-
-@tra_backward.register_fake
-def _(dout, q, k, v, log_gate, seed, out, lse, reach, sparsity, dropout):
-    return tuple(torch.empty_like(x).contiguous() for x in (q, k, v, log_gate))
-
-
-def _save(ctx, inputs, output):
-    q, k, v, log_gate, seed, ctx.sparsity, ctx.dropout, _ = inputs
-    ctx.save_for_backward(q, k, v, log_gate, seed, *output)
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _gradients(ctx, dout, *_):
-    return *tra_backward(dout, *ctx.saved_tensors, ctx.sparsity, ctx.dropout), None, None, None, None
-
-
-tra_forward.register_autograd(_gradients, setup_context=_save)
-
-
-def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, dropout=0.0, seed=None, bound=None):
-    """
-    The result of tra_dense, in memory linear in T: what the model trains, evaluates and decodes with. `bound` is a number
-    that no score exceeds; the model knows one, otherwise it is computed.
-    """
-    if not distance:
-        log_gate = torch.zeros_like(log_gate)
-    if bound is None:
-        with torch.no_grad():  # |q . k| <= |q| |k|
-            bound = float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax()) / math.sqrt(q.size(-1))
-    if bound > 80:
-        raise ValueError(f'scores may reach {bound:.0f}, and exp overflows beyond 80: RMS-normalise q and k')
-    if seed is None:
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    if k.size(2) <= SHORT:
-        return tra_dense(q, k, v, log_gate, sparsity, dropout=dropout, seed=seed)
-    if q.size(2) <= FEW and not dropout and not torch.compiler.is_compiling():  # its loop ends as the numbers say
-        return tra_few(q, k, v, log_gate, sparsity, bound)
-    return tra_forward(q, k, v, log_gate, seed, sparsity, dropout, bound)[0]
-
-
-def tra_few(q, k, v, log_gate, sparsity, bound):
-    """For cached decoding, where a few queries meet many keys: the formula and the early exit, over ever longer spans."""
-    Tq, T, dtype_out = q.size(2), k.size(2), v.dtype
-    q, log_gate = widen(q) / math.sqrt(q.size(-1)), widen(log_gate)[..., None]
-    i = torch.arange(T - Tq, T, device=q.device)[:, None]
-    count = total = out = torch.zeros_like(log_gate)                        # (B, H, Tq, 1)
-    needed = enough(bound, log_gate, sparsity)
-    stop, span = T, 256
-    while stop > 0:
-        start = max(0, stop - span)
-        j = torch.arange(start, stop, device=q.device)
-        scores = q @ widen(k[:, :, start:stop]).mT                          # (B, H, Tq, span)
-        keep = (j <= i) & ((scores > 0) if sparsity else True)
-        counts = count + keep.to(q.dtype).flip(-1).cumsum(-1).flip(-1)
-        weights = torch.exp(scores + log_gate * (counts - 1)).masked_fill(~keep, 0)
-        out = out + weights @ widen(v[:, :, start:stop])
-        total = total + weights.sum(-1, keepdim=True)
-        count = counts[..., :1]
-        stop, span = start, 2 * span
-        if stop and (count >= needed).all():
-            break
-    return (out / total.masked_fill(total == 0, 1)).to(dtype_out)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The baselines: q (B, H, Tq, D) the last queries of k, v (B, H, T, D); all causal, all with s_ij = q_i . k_j / sqrt(D) of
-# RMS-normalised q and k, as TRA
-
-ROWS = 1024  # queries at a time where a baseline needs a matrix of its own, so that memory stays linear in T
-
-
-def row_chunks(q, k):
-    """(first, last + 1, i, j): query ranges, and the positions i (rows, 1) and j (1, keys) of the keys they may see."""
-    Tq, T = q.size(2), k.size(2)
-    for start in range(0, Tq, ROWS):
-        stop = min(start + ROWS, Tq)
-        i = torch.arange(T - Tq + start, T - Tq + stop, device=q.device)[:, None]
-        j = torch.arange(T - Tq + stop, device=q.device)[None, :]
-        yield start, stop, i, j
-
-
-def nope(q, k, v, dropout=0.0, bias=None):
-    """
-    Nothing but the causal mask, through torch's fused attention; bias(i, j), where given, is added to the scores.
-    """
-    if bias is None and q.size(2) in (1, k.size(2)):  # a lone last query sees every key
-        return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, dropout_p=dropout)
-    out = []
-    for start, stop, i, j in row_chunks(q, k):
-        mask = j <= i
-        if bias is not None:
-            mask = bias(i, j).masked_fill(~mask, -math.inf).to(q.dtype)
-        keys = j.size(1)
-        out.append(F.scaled_dot_product_attention(q[:, :, start:stop], k[:, :, :keys], v[:, :, :keys], attn_mask=mask,
-                                                  dropout_p=dropout))
-    return torch.cat(out, 2)
-
-
-def rotate(x, start, theta):
-    """RoPE: pair m of position t turns by t theta^(-2m / D), so that q . k depends on the difference of positions."""
-    D, T = x.size(-1), x.size(2)
-    a, b = widen(x).chunk(2, -1)  # pair m is (x_m, x_{m + D/2})
-    frequency = theta ** (-torch.arange(0, D, 2, device=x.device, dtype=a.dtype) / D)
-    angle = torch.arange(start, start + T, device=x.device, dtype=a.dtype)[:, None] * frequency  # (T, D / 2)
-    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).to(x.dtype)
-
-
-def alibi_slopes(H):
-    """2^(-8h / H), h = 1 .. H; otherwise those of the power of two below, then every other one of the power above."""
-    power = 2 ** math.floor(math.log2(H))
-    slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
-    return slopes + [2 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)][:H - power]
-
-
-def alibi(q, k, v, dropout=0.0):
-    """s_ij - m_h (i - j)"""
-    slope = torch.tensor(alibi_slopes(q.size(1)), device=q.device, dtype=widen(q).dtype)[:, None, None]
-    return nope(q, k, v, dropout, bias=lambda i, j: slope * (j - i))
-
-
-def fot(q, k, v, decay, dropout=0.0):
-    """The Forgetting Transformer: s_ij + c_i - c_j, where decay c (B, H, T) is the running sum of log forget gates."""
-    decay = decay[..., None]
-    return nope(q, k, v, dropout, bias=lambda i, j: decay[:, :, i[:, 0]] - decay[:, :, j[0]].mT)
-
-
-def cope(q, k, v, table, dropout=0.0):
-    """
-    CoPE: the position of a key is the sum of gates sigmoid(s) from it to the query, p_ij = sum_{l=j..i} sigmoid(s_il), and
-    q_i . e[p_ij] is added to the score, between whole positions interpolated. table e (D, npos), shared by the heads.
-    """
-    out, npos = [], table.size(1)
-    for start, stop, i, j in row_chunks(q, k):
-        qi, keys = q[:, :, start:stop], j.size(1)
-        scores = widen(qi @ k[:, :, :keys].mT / math.sqrt(q.size(-1)))
-        gates = scores.sigmoid().masked_fill(j > i, 0)
-        position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=npos - 1)    # p_ij (B, H, rows, keys)
-        low, high = position.floor(), position.ceil()
-        at = widen(qi @ table.to(q.dtype))                                  # q_i . e[n] (B, H, rows, npos)
-        part = position - low
-        scores = scores + at.gather(-1, low.long()) * (1 - part) + at.gather(-1, high.long()) * part
-        weights = scores.masked_fill(j > i, -math.inf).softmax(-1).to(v.dtype)
-        out.append(F.dropout(weights, dropout) @ v[:, :, :keys])
-    return torch.cat(out, 2)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The decoder
-
-class Cache:
-    """Keys, values and whatever else an attention keeps per token, in buffers that double when full."""
-
-    def __init__(self):
-        self.length, self.buffers = 0, None
-
-    def append(self, *new):
-        """Adds (B, H, t, ...) tensors and returns everything so far, each (B, H, length, ...)."""
-        stop = self.length + new[0].size(2)
-        if self.buffers is None or stop > self.buffers[0].size(2):
-            capacity = max(64, 2 * stop)
-            grown = [x.new_zeros(*x.shape[:2], capacity, *x.shape[3:]) for x in new]
-            for x, old in zip(grown, self.buffers or []):
-                x[:, :, :self.length] = old[:, :, :self.length]
-            self.buffers = grown
-        for x, y in zip(self.buffers, new):
-            x[:, :, self.length:stop] = y
-        self.length = stop
-        return [x[:, :, :stop] for x in self.buffers]
-
+    scores = q @ k.mT / math.sqrt(D)                            # s_ij     (B, H, Tq, T)
+    keep = (j <= i) & (scores > 0 if sparsity else True)        # keep_ij
+    count = keep.flip(-1).cumsum(-1).flip(-1)                   # c_ij: kept keys, from j rightwards
+    logits = scores + (log_gate[..., None] * count if distance else 0)                  # l_ij
+    logits = logits.masked_fill(~keep, torch.finfo(q.dtype).min)
+    weights = logits.softmax(-1).masked_fill(~keep, 0)          # a_ij; an empty row is all 0
+    return (weights * mask) @ v                                 # o_i      (B, H, Tq, D)
+
+# --------------------------------------------------------------------------------------------------
+# The model
 
 class Attention(nn.Module):
+    """One of ATTENTIONS, in two steps: `project` makes what it needs, `attend` does it."""
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -632,42 +121,39 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.proj = nn.Linear(C, C)
         if config.attn in ('tra', 'fot'):
-            self.gate = nn.Linear(C, H)  # apart from qkv, because only the gate has a bias; one matrix for all was no faster
+            self.gate = nn.Linear(C, H)
         if config.attn == 'cope':
             self.table = nn.Parameter(torch.zeros(C // H, config.cope_npos))
 
-    def forward(self, x, cache=None):
+    def project(self, x, cache=None):
+        """x (B, T, C) to q (B, H, T, D), k and v of all tokens so far, and what else is needed."""
         c = self.config
-        B, T, C = x.shape
-        dropout = c.dropout if self.training else 0.0
-        q, k, v = (y.view(B, T, c.n_head, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))  # (B, H, T, D)
-        q, k = (F.rms_norm(y, y.shape[-1:], eps=1e-6).to(v.dtype) for y in (q, k))
-        start = cache.length if cache else 0
+        q, k, v = self.qkv(x).unflatten(-1, (3, c.n_head, -1)).transpose(1, 3).unbind(2)
+        q, k = (F.rms_norm(y, y.shape[-1:], eps=1e-6).to(v.dtype) for y in (q, k))  # |q| = sqrt(D)
         if c.attn == 'rope':
+            start = cache.length if cache else 0
             q, k = rotate(q, start, c.rope_theta), rotate(k, start, c.rope_theta)
-        kept = [k, v]
         if c.attn in ('tra', 'fot'):
-            log_gate = F.logsigmoid(widen(self.gate(x))).transpose(1, 2)                         # (B, H, T)
-        if c.attn == 'fot':  # its gates belong to the keys, so the cache holds them; TRA's belong to the query
-            before = cache.buffers[2][:, :, start - 1:start] if start else 0
-            kept.append(before + log_gate.cumsum(-1))
+            log_gate = F.logsigmoid(widen(self.gate(x))).transpose(1, 2)                # (B, H, T)
+        # FoT's gates belong to keys and have to be cached with them, TRA's gate is the query's own
+        keys = [k, v, log_gate] if c.attn == 'fot' else [k, v]
         if cache is not None:
-            kept = cache.append(*kept)
-        k, v = kept[:2]
+            keys = cache.append(*keys)
+        if c.attn == 'cope':
+            keys = [*keys, self.table]
         if c.attn == 'tra':
-            seed = torch.randint(2 ** 31, (), device=x.device) if dropout else None
-            bound = 1.01 * math.sqrt(C // c.n_head)  # of normalised q and k, 16-bit rounding included
-            y = tra_blockwise(q, k, v, log_gate, c.tra_sparsity, c.tra_distance, dropout, seed, bound)
-        elif c.attn == 'alibi':
-            y = alibi(q, k, v, dropout)
-        elif c.attn == 'fot':
-            y = fot(q, k, v, kept[2], dropout)
-        elif c.attn == 'cope':
-            y = cope(q, k, v, self.table, dropout)
-        else:  # rope has turned q and k already
-            y = nope(q, k, v, dropout)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+            bound = 1.01 * math.sqrt(q.size(-1))    # no score is larger: |q| |k| / sqrt(D), rounded
+            return q, *keys, log_gate, c.tra_sparsity, c.tra_distance, bound
+        return q, *keys
 
+    def attend(self, q, k, v, *more):
+        """With the identity for v, this returns the weights themselves."""
+        dropout = self.config.dropout if self.training else 0.0
+        return ATTENTIONS[self.config.attn](q, k, v, *more, dropout=dropout)
+
+    def forward(self, x, cache=None):
+        y = self.attend(*self.project(x, cache))                # (B, H, T, D)
+        return self.proj(y.transpose(1, 2).flatten(2))          # (B, T, C)
 
 class MLP(nn.Module):
     """SwiGLU: (W1 x) * silu(W2 x), then back."""
@@ -683,7 +169,6 @@ class MLP(nn.Module):
         linear, gate = self.up(x).chunk(2, -1)
         return self.down(self.dropout(linear * F.silu(gate)))
 
-
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -697,10 +182,9 @@ class Block(nn.Module):
         if self.pre_norm:
             x = x + self.attn(self.norm1(x), cache)
             return x + self.mlp(self.norm2(x))
-        x = self.norm1(x)
+        x = self.norm1(x)                                       # the notebook: on the stream itself
         x = self.norm2(x + self.attn(x, cache))
         return x + self.mlp(x)
-
 
 class Decoder(nn.Module):
     def __init__(self, config):
@@ -714,83 +198,466 @@ class Decoder(nn.Module):
             self.initialise()
             if config.keep_at_start:
                 self.keep_all()
-        else:  # as the notebook, whose norms undo the scale of the stream; the rest has PyTorch's defaults
+        else:  # as the notebook, whose norms undo the scale of the stream; else PyTorch's defaults
             nn.init.uniform_(self.embed.weight, -0.01, 0.01)
             nn.init.normal_(self.head.weight, std=0.02)
 
     def initialise(self):
-        """
-        GPT-2's: all that adds to the residual stream starts about as small as the embedding, so that the second layer can still
-        tell the tokens apart. With PyTorch's defaults what attention adds is far larger than the embedding it is added to.
-        """
+        """GPT-2's: what a layer adds to the stream starts no larger than the embedding in it."""
         for name, p in self.named_parameters():
             if name.endswith('bias'):
                 nn.init.zeros_(p)
             elif p.dim() == 2 and not name.endswith('table'):
-                last = name.endswith(('proj.weight', 'down.weight'))        # the last matrix of a branch
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if last else 0.02)
+                adds = name.endswith(('proj.weight', 'down.weight'))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if adds else 0.02)
 
     @torch.no_grad()
     def keep_all(self):
         """
-        A dropped key gets no gradient from the query that drops it, and what a softmax gains on one key it takes from the others: nothing
-        lifts all scores of a head together. So the half of all pairs of tokens that begins below 0 tends to stay there. Here, embeddings
-        get a common direction u, and W_q u = W_k u = z: every query shares a part with every key, nearly all scores start positive, and
-        training decides what to drop. z is larger than the other weights, or they would soon outgrow it. The gates start sharp in the
-        first layer, which has to single out a neighbour, and slow in the last, which has to look far.
+        A dropped key gets no gradient from the query that drops it, and what a softmax gains on one
+        key it takes from the others: nothing lifts all scores of a head together. So the half of
+        all pairs that begins below 0 tends to stay there. Here, embeddings get a common direction u
+        and W_q u = W_k u = z: every query shares a part with every key, nearly all scores start
+        above 0, and training decides what to drop. z is larger than the other weights, or they
+        would soon outgrow it. The gates start sharp in the first layer, which has to single out a
+        neighbour, and slow in the last, which has to look far.
         """
         C = self.config.n_embd
         u = F.normalize(torch.randn(C), dim=0)
         self.embed.weight += 0.5 * self.embed.weight.norm(dim=1).mean() * u
         for n, block in enumerate(self.blocks):
             z = 0.1 * torch.randn(C)
-            for w in block.attn.qkv.weight.chunk(3)[:2]:                    # W_q and W_k (C, C)
-                w += torch.outer(z - w @ u, u)                              # now w @ u is z
-            if self.config.attn in ('tra', 'fot'):
-                block.attn.gate.bias += -2 + 6 * n / max(1, self.config.n_layer - 1)    # e^g from 0.12 to 0.98
-
-    def forward(self, idx, targets=None, cache=None):
-        """
-        idx (B, T) -> logits (B, T, vocab_size), and the mean cross-entropy over the targets that are not -1 (or None).
-        cache, from new_cache(), makes idx the continuation of what it has seen.
-        """
-        logits = self.head(self.trunk(idx, cache))
-        if targets is None:
-            return logits, None
-        # Targets that are not scored go through the head too: to pick the others out, a GPU would have to be waited for, and
-        # the tasks that have them have vocabularies so small that head and loss are nothing beside the rest.
-        return logits, F.cross_entropy(widen(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
+            for w in block.attn.qkv.weight.chunk(3)[:2]:                # W_q and W_k (C, C)
+                w += torch.outer(z - w @ u, u)                          # now w @ u is z
+            if self.config.attn in ('tra', 'fot'):                      # e^g from 0.12 to 0.98
+                block.attn.gate.bias += -2 + 6 * n / max(1, self.config.n_layer - 1)
 
     def trunk(self, idx, cache=None):
-        """(B, T) -> (B, T, C): everything but the head"""
+        """(B, T) -> (B, T, C): everything but the head. cache: of new_cache, idx continues it."""
         x = self.embed(idx)
         for n, block in enumerate(self.blocks):
             x = block(x, cache[n] if cache else None)
         return self.norm(x)
+
+    def forward(self, idx, targets=None, cache=None):
+        """
+        idx (B, T) -> logits (B, T, vocab_size), and the mean cross-entropy over the targets that
+        are not -1 (or None). Those that are -1 go through the head too: to pick out the others, a
+        GPU would have to be waited for, and the tasks that have them have tiny vocabularies.
+        """
+        logits, loss = self.head(self.trunk(idx, cache)), None
+        if targets is not None:
+            loss = F.cross_entropy(widen(logits).flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, loss
 
     def new_cache(self):
         return [Cache() for _ in self.blocks]
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, chunk=1024):
-        """Continues idx (B, T) by max_new_tokens tokens; temperature 0 is greedy. Long prompts are read in chunks."""
+        """Continues idx (B, T); temperature 0 is greedy. Long prompts are read in chunks."""
         if idx.size(1) == 0:
             raise ValueError('generate needs at least one token to continue')
+        if temperature < 0:
+            raise ValueError(f'temperature must be at least 0, not {temperature}')
         was_training = self.training
         self.eval()
-        cache, new = self.new_cache(), idx
-        for _ in range(max_new_tokens):
-            for part in new.split(chunk, 1):
-                x = self.trunk(part, cache)
-            logits = self.head(x[:, -1]).float()  # (B, vocab_size)
-            if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)
-            else:
-                logits = logits / temperature
-                if top_k is not None:
-                    least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                    logits = logits.masked_fill(logits < least, -math.inf)
-                new = torch.multinomial(logits.softmax(-1), 1)
-            idx = torch.cat([idx, new], 1)
-        self.train(was_training)
+        try:
+            cache, new = self.new_cache(), idx
+            for _ in range(max_new_tokens):
+                for part in new.split(chunk, 1):
+                    x = self.trunk(part, cache)
+                logits = self.head(x[:, -1]).float()            # (B, vocab_size)
+                if temperature == 0:
+                    new = logits.argmax(-1, keepdim=True)
+                else:
+                    if top_k is not None:
+                        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                        logits = logits.masked_fill(logits < least, -math.inf)
+                    new = torch.multinomial((logits / temperature).softmax(-1), 1)
+                idx = torch.cat([idx, new], 1)
+        finally:
+            self.train(was_training)
         return idx
+
+class Cache:
+    """What a layer keeps of each token, k and v above all, in buffers that double when full."""
+
+    def __init__(self):
+        self.length, self.buffers = 0, None
+
+    def append(self, *new):
+        """Adds (B, H, t, ...) tensors and returns everything so far, each (B, H, length, ...)."""
+        start, stop = self.length, self.length + new[0].size(2)
+        if self.buffers is None or stop > self.buffers[0].size(2):
+            grown = [x.new_zeros(*x.shape[:2], max(64, 2 * stop), *x.shape[3:]) for x in new]
+            for x, old in zip(grown, self.buffers or []):
+                x[:, :, :start] = old[:, :, :start]
+            self.buffers = grown
+        for x, y in zip(self.buffers, new):
+            x[:, :, start:stop] = y
+        self.length = stop
+        return [x[:, :, :stop] for x in self.buffers]
+
+# --------------------------------------------------------------------------------------------------
+# The attentions that TRA is compared with: causal all, with s_ij = q_i . k_j / sqrt(D) of the same
+# normalised q and k; q (B, H, Tq, D) are the last queries of k and v (B, H, T, D), as above.
+
+ROWS = 1024  # queries at a time where an attention needs a matrix, so that memory stays linear in T
+
+def by_rows(attention, q, k, v):
+    """
+    attention(q, k, v, i, j) for ROWS queries at a time and the keys up to the last of them, where i
+    (rows, 1) and j (1, keys) are their positions.
+    """
+    out = []
+    for start in range(0, q.size(2), ROWS):
+        rows = q[:, :, start:start + ROWS]
+        stop = k.size(2) - q.size(2) + start + rows.size(2)     # the position after the last row
+        i = torch.arange(stop - rows.size(2), stop, device=q.device)[:, None]
+        j = torch.arange(stop, device=q.device)[None, :]
+        out.append(attention(rows, k[:, :, :stop], v[:, :, :stop], i, j))
+    return torch.cat(out, 2)
+
+def nope(q, k, v, bias=None, dropout=0.0):
+    """Nothing but the causal mask; bias(i, j), where given, is added to the scores."""
+    if bias is None and q.size(2) in (1, k.size(2)):            # a lone last query sees every key
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, dropout_p=dropout)
+
+    def attend(q, k, v, i, j):
+        mask = j <= i
+        if bias is not None:
+            mask = bias(i, j).masked_fill(~mask, -math.inf).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    return by_rows(attend, q, k, v)
+
+def rotate(x, start, theta):
+    """RoPE: pair m of position t turns by t theta^(-2m / D), so that q . k depends on i - j."""
+    D, T = x.size(-1), x.size(2)
+    a, b = widen(x).chunk(2, -1)                                # pair m is (x_m, x_{m + D/2})
+    frequency = theta ** (-torch.arange(0, D, 2, device=x.device, dtype=a.dtype) / D)
+    t = torch.arange(start, start + T, device=x.device, dtype=a.dtype)[:, None]
+    cos, sin = (t * frequency).cos(), (t * frequency).sin()     # (T, D / 2)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+def alibi_slopes(H, device=None):
+    """2^(-8h / H), h = 1 .. H; else those of the power of two below, then its h = 1/2, 3/2, ..."""
+    power = 2 ** math.floor(math.log2(H))
+    h = torch.arange(1, power + 1, device=device), torch.arange(H - power, device=device) + 0.5
+    return torch.exp2(torch.cat(h) * -8 / power)
+
+def alibi(q, k, v, slopes=None, dropout=0.0):
+    """s_ij - m_h (i - j), with one slope m_h a head"""
+    slopes = alibi_slopes(q.size(1), q.device) if slopes is None else slopes
+    return nope(q, k, v, lambda i, j: slopes[:, None, None] * (j - i), dropout)
+
+def nape(q, k, v, dropout=0.0):
+    """Half of the heads, rounded up, are ALiBi's, with its slopes for so many; the rest NoPE's."""
+    slopes = alibi_slopes((q.size(1) + 1) // 2, q.device)
+    return alibi(q, k, v, F.pad(slopes, (0, q.size(1) // 2)), dropout)
+
+def fot(q, k, v, log_gate, dropout=0.0):
+    """The Forgetting Transformer: s_ij + the sum of log_gate (B, H, T) over j+1 .. i"""
+    decay = log_gate.cumsum(-1)[..., None]
+    return nope(q, k, v, lambda i, j: decay[:, :, i[:, 0]] - decay[:, :, j[0]].mT, dropout)
+
+def cope(q, k, v, table, dropout=0.0):
+    """
+    CoPE: a key's position is the sum of gates sigmoid(s) from it to the query, p_ij = sum_{l=j..i}
+    sigmoid(s_il); q_i . e[p_ij] is added to its score, interpolated between whole positions. The
+    table e (D, npos) is shared by the heads.
+    """
+    def attend(q, k, v, i, j):
+        scores = widen(q @ k.mT / math.sqrt(q.size(-1)))
+        gates = scores.sigmoid().masked_fill(j > i, 0)
+        position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=table.size(1) - 1)      # p_ij
+        low = position.floor()
+        at = widen(q @ table.to(q.dtype))                       # q_i . e[n]  (B, H, rows, npos)
+        below, above = at.gather(-1, low.long()), at.gather(-1, position.ceil().long())
+        scores = scores + below + (position - low) * (above - below)
+        weights = scores.masked_fill(j > i, -math.inf).softmax(-1)
+        return F.dropout(weights.to(v.dtype), dropout) @ v
+    return by_rows(attend, q, k, v)
+
+def stick(q, k, v, dropout=0.0):
+    """
+    Stick-breaking: going back from the query, each key before it breaks its share beta = sigmoid(s)
+    off what is left, a_ij = beta_ij prod_{j<l<i} (1 - beta_il). The weights need not sum to 1.
+    """
+    def attend(q, k, v, i, j):
+        scores = widen(q @ k.mT / math.sqrt(q.size(-1)))
+        left = F.logsigmoid(-scores).masked_fill(j >= i, 0)     # log(1 - beta)
+        later = left.flip(-1).cumsum(-1).flip(-1) - left        # summed over the keys after j
+        weights = (F.logsigmoid(scores) + later).exp().masked_fill(j >= i, 0)
+        return F.dropout(weights.to(v.dtype), dropout) @ v
+    return by_rows(attend, q, k, v)
+
+# Name: a function of what Attention.project returns, and of dropout. A new attention of q, k and v
+# is such a function and a line here; one that needs more gets it in project.
+ATTENTIONS = {
+    'tra': lambda *args, **kwargs: tra_blockwise(*args, **kwargs),      # tra_dense, faster: below
+    'rope': nope,                                                       # project has rotated q, k
+    'nope': nope,
+    'alibi': alibi,
+    'nape': nape,
+    'cope': cope,
+    'fot': fot,
+    'stick': stick,
+}
+
+# ==================================================================================================
+# You have read TRA. The rest computes tra_dense faster, and in memory linear in T.
+#
+# The idea is FlashAttention's, walked from right to left: go through the keys a span at a time,
+# from the query back to the start, and carry for each query how many keys it has kept so far
+# (`count`), the sum of its weights (`total`) and of its weighted values (`out`). Then divide.
+#
+# Softmax may subtract any constant from a row. We take g_i, so that l_ij = s_ij + g_i (c_ij - 1).
+# Then the nearest kept key has l = s > 0, the sum is above 1, and no l exceeds the largest score,
+# sqrt(D) for normalised q and k: nothing overflows or vanishes, and the running maximum that
+# FlashAttention has to carry falls away.
+#
+# The early exit. Query i has kept c keys so far; those it keeps further left have the distinct
+# counts c + 1, c + 2, ... So all the weight still to come, however long the sequence, is at most
+#
+#     exp(bound) (e^{g c} + e^{g (c+1)} + ...)  =  exp(bound + g c) / (1 - e^g)
+#
+# where no score exceeds bound. The sum so far is at least 1 (e^-bound if every key is kept, for
+# then the nearest may have any score). Once the tail is below rounding beside it, the rest of the
+# walk cannot change the result and is left out: heads that forget cost O(T), not O(T^2).
+#
+# The threshold is a step. A score that is 0 but for rounding may be kept here and dropped there,
+# where terms are summed in another order, and then all counts to its left differ by one. So the
+# two functions agree to rounding save for such ties, rare in float32, hardly ever in float64.
+
+PLAIN = 48      # up to so many queries plain_walk is faster: tiles would be mostly empty
+PLANES = 8      # see tile
+
+@torch.compiler.disable     # a compiled model calls it as it is, and does not unroll the walk
+@in_full_precision
+def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, bound=None, dropout=0.0,
+                  seed=None):
+    """
+    tra_dense's result: what the model trains, evaluates and decodes with. No score may exceed
+    `bound`; the model knows one, else it is computed. A `seed`, a tensor, makes dropout repeatable.
+    """
+    (B, H, Tq, D), T = q.shape, k.size(2)
+    if Tq > T:
+        raise ValueError(f'{Tq} queries, but {T} keys: the queries are the last of the positions')
+    if bound is None:
+        bound = float((q.norm(dim=-1).amax() * k.norm(dim=-1).amax()).detach()) / math.sqrt(D)
+        if not (log_gate.isfinite() & (log_gate <= 0)).all():
+            raise ValueError('log_gate must be finite and at most 0: take F.logsigmoid of a number')
+    if not bound <= 80:  # NaN included
+        raise ValueError(f'scores may reach {bound:.0f}, and exp overflows: RMS-normalise q and k')
+    if not distance:
+        log_gate = torch.zeros_like(log_gate)
+    log_gate = log_gate[..., None]                              # (B, H, Tq, 1)
+    needed = enough(bound, log_gate.detach(), sparsity)
+    rows = None
+    if dropout:
+        seed = torch.randint(2 ** 31, (), device=q.device) if seed is None else seed
+        rows = hash_rows(seed, B, H, Tq, T)
+    walk = plain_walk if Tq <= PLAIN else tiled_walk
+    out, total = walk(q, k, v, log_gate, needed, rows, sparsity, dropout)
+    return out * total.masked_fill(total == 0, 1).reciprocal()  # a row that kept nothing stays 0
+
+def enough(bound, log_gate, sparsity):
+    """How many kept keys make the rest of a row too small to matter; infinite for g = 0."""
+    least = 0 if sparsity else -bound                           # the nearest key's score, at least
+    tail = bound - torch.log(-torch.expm1(log_gate)) - least    # at c = 0, in logarithms
+    rounding = math.log(torch.finfo(log_gate.dtype).eps / 64)
+    return ((tail - rounding) / log_gate.abs()).clamp(min=1)
+
+def plain_walk(q, k, v, log_gate, needed, rows, sparsity, dropout):
+    """
+    For few queries, as in decoding: `out` (B, H, Tq, D) and `total` (B, H, Tq, 1), by spans of keys
+    that grow as the early exit becomes less likely. A GPU takes all keys at once: to ask it whether
+    to go on would take longer.
+    """
+    Tq, T = q.size(2), k.size(2)
+    i = torch.arange(T - Tq, T, device=q.device)[:, None]
+    out, total, count = 0, 0, torch.zeros_like(log_gate)
+    start, stop = max(0, T - 256) if q.device.type == 'cpu' else 0, T
+    while stop > 0:
+        j = torch.arange(start, stop, device=q.device)
+        scores = q @ k[:, :, start:stop].mT / math.sqrt(q.size(-1))         # (B, H, Tq, span)
+        keep = (j <= i) & (scores > 0 if sparsity else True)
+        counts = count + keep.flip(-1).cumsum(-1).flip(-1)
+        weights = torch.where(keep, scores + log_gate * (counts - 1), -math.inf).exp()
+        total = total + weights.sum(-1, keepdim=True)
+        if dropout:
+            weights = weights * dropout_mask(rows, i - j, dropout, q.dtype)
+        out = out + weights @ v[:, :, start:stop]
+        count = counts[..., :1]
+        start, stop = max(0, 3 * start - 2 * stop), start                   # twice as long
+        if stop and (count >= needed).all():
+            break
+    return out, total
+
+# Dropout without a T x T mask to store: whether a weight is dropped is a hash of (seed, head,
+# query, distance to the key), so that the backward pass finds the same mask again.
+
+def mix(x):
+    """An integer hash, int32 to int32: every bit of x moves about half of the result's bits."""
+    x = (x ^ ((x >> 16) & 0xffff)) * 0x45d9f3b
+    x = (x ^ ((x >> 16) & 0xffff)) * 0x45d9f3b
+    return x ^ ((x >> 16) & 0xffff)
+
+def hash_rows(seed, B, H, Tq, T):
+    """(B, H, Tq, 1), of the queries of all heads of the batch"""
+    head = torch.arange(1, B * H + 1, device=seed.device, dtype=torch.int32).view(B, H, 1, 1)
+    query = torch.arange(T - Tq, T, device=seed.device, dtype=torch.int32)[:, None]
+    return mix(mix(seed.to(torch.int32) + mix(head)) + query)
+
+def dropout_mask(rows, distance, dropout, dtype):
+    """1 / (1 - dropout) where a weight stays, else 0; rows of hash_rows, distance i - j."""
+    x = mix(rows + distance.to(torch.int32) * -0x61c88647)      # 2^32 / golden ratio: far apart
+    return ((x & 0x7fffffff) >= int(dropout * 2 ** 31)).to(dtype) / (1 - dropout)
+
+# Tiles. Queries and keys are cut into blocks; a tile is one block of queries against one of keys.
+# One function computes a tile, torch.func.vjp of that same function its gradients, and both go
+# through torch.compile. A call has its price: the tiles of all heads and several blocks share one.
+
+def compiled(function):
+    """torch.compile, or after one warning the function itself where there is no compiler."""
+    fast = None  # until the first call: to load the compiler takes seconds
+
+    @functools.wraps(function)
+    def call(*args):
+        nonlocal fast
+        if compiled.broken or len(args[0]) == 1:    # a lone tile would be compiled once more
+            return function(*args)
+        fast = fast or torch.compile(function, dynamic=False, recompile_limit=64, options={
+            'max_pointwise_cat_inputs': 0, 'max_complex_pointwise_cat_inputs': 0})  # cat in place
+        for x in args:                              # compile once for any number of tiles
+            if isinstance(x, torch.Tensor) and x.dim() == 3:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        try:
+            return fast(*args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            compiled.broken = True
+            warnings.warn('torch.compile does not work here, so the TRA kernel runs uncompiled and '
+                          f'slower ({type(error).__name__}: {str(error).strip().splitlines()[0]})')
+            return function(*args)
+    return call
+
+compiled.broken = False
+
+def tile(q, k, v, log_gate, count, seen, rows, sparsity, dropout):
+    """
+    What N tiles add to their queries' `out` (N, block, D) and `total` (N, block, 1), and `count`
+    with their kept keys. q (N, block, D), k (N, D, block), v (N, block, D), the rest (N, block, 1);
+    `seen` (block, 1) is the last key, as a place in the tile, that a query may see.
+
+    c_ij could be count + keep @ torch.ones(block, block).tril(), but that is a matmul as large as
+    q @ k. So the keys of a block are dealt out like cards into PLANES hands: plane p holds the keys
+    p, p + PLANES, p + 2 PLANES, ... A group, one key of each plane, is then PLANES keys in a row.
+    How many are kept in the groups further right takes a triangle PLANES^2 times smaller; inside a
+    group it takes PLANES additions of whole planes.
+    """
+    planes = (q @ k / math.sqrt(q.size(-1))).unflatten(-1, (PLANES, -1)).unbind(-2)
+    groups = planes[0].size(-1)                                 # a plane is (N, block, groups)
+    ones = torch.ones(groups, groups, device=q.device, dtype=q.dtype)
+    ahead = seen - PLANES * torch.arange(groups, device=q.device, dtype=q.dtype)    # of each group
+    keep = [(ahead >= p) & (s > 0 if sparsity else True) for p, s in enumerate(planes)]
+    kept = sum(x.to(q.dtype) for x in keep).expand_as(planes[0])
+    count = count + kept @ ones.tril(-1)                        # kept in the groups further right
+    log_gate = log_gate.expand_as(count)                        # so that its gradient is one sum
+    weights = []
+    for p in reversed(range(PLANES)):
+        count = count + keep[p]                                 # c_ij
+        logits = torch.where(keep[p], planes[p] + log_gate * (count - 1), -math.inf)
+        weights.insert(0, logits.exp())
+    total = sum(weights).sum(-1, keepdim=True)
+    if dropout:
+        weights = [w * dropout_mask(rows, ahead - p, dropout, q.dtype)
+                   for p, w in enumerate(weights)]
+    return (torch.cat(weights, -1) @ v, total), count[..., :1]
+
+def tile_gradients(dout, dtotal, q, k, v, log_gate, *rest):
+    """The gradients of q, k, v and log_gate from those of out and total, and count again."""
+    _, vjp, count = torch.func.vjp(lambda *x: tile(*x, *rest), q, k, v, log_gate, has_aux=True)
+    return *vjp((dout, dtotal)), count
+
+fast_tile, fast_gradients = compiled(tile), compiled(tile_gradients)
+
+def tiled_walk(q, k, v, log_gate, needed, rows, sparsity, dropout):
+    """
+    The same as plain_walk, for many queries. Keys are padded on the right to whole blocks, queries
+    on both sides to the same grid. No real query sees a padded key, which lies in its future, and
+    padded queries are cut off again. Of all this, autograd takes care; the walk has its own.
+    """
+    (B, H, Tq, _), T = q.shape, k.size(2)
+    block = 128 if T > 256 else 64
+    if q.device.type != 'cpu':
+        block *= 2                                              # a GPU wants few calls and large
+    offset, left = divmod(T - Tq, block)                        # blocks before the first query's
+    right = -T % block
+
+    def cut(x, left=0, planes=1):
+        """(B, H, T, D) -> (blocks * B * H, block, D): block by block, all heads of one together"""
+        x = F.pad(x, (0, 0, left, right)) if left or right else x
+        x = x.unflatten(2, (-1, block // planes, planes)).permute(2, 0, 1, 4, 3, 5)
+        return x.reshape(-1, block, x.size(-1))
+
+    tiles = [x if x is None else cut(x, left) for x in (q, log_gate, needed, rows)]
+    k, v = cut(k, planes=PLANES).mT.contiguous(), cut(v, planes=PLANES)
+    sums = Walk.apply(*tiles, k, v, B * H, offset, sparsity, dropout)
+    sums = (x.unflatten(0, (-1, B, H)).movedim(0, 2).flatten(2, 3) for x in sums)
+    return (x[:, :, left:left + Tq] if left or right else x for x in sums)
+
+class Walk(torch.autograd.Function):
+    """
+    All tiles of q (N, block, D) against k and v, right to left. As tiles are stored, the key block
+    d to the left, for any run of query tiles, is one slice; once many of a run have made the early
+    exit, the others are picked out by index. The steps are kept: the backward pass repeats them.
+    """
+    @staticmethod
+    def forward(ctx, q, log_gate, needed, rows, k, v, heads, offset, sparsity, dropout):
+        N, block, _ = q.shape
+        cpu = q.device.type == 'cpu'
+        chunk = max(1, (2 ** 19 if cpu else 2 ** 25) // block ** 2)     # tiles in a call
+        count, total = torch.zeros_like(log_gate), torch.zeros_like(log_gate)
+        out = torch.zeros(N, block, v.size(-1), device=q.device, dtype=q.dtype)
+        ctx.steps, ctx.options = [], (sparsity, dropout)
+        ctx.save_for_backward(q, log_gate, rows, k, v)
+        for start in range(0, N, chunk):
+            run = torch.arange(start, min(start + chunk, N))            # on the CPU: it steers
+            index, d = torch.arange(start, min(start + chunk, N), device=q.device), 0
+            while len(run):
+                lo, hi, shift = int(run[0]), int(run[-1]) + 1, (offset - d) * heads
+                i, j = slice(lo, hi), slice(lo + shift, hi + shift)
+                if hi - lo > len(run):
+                    i, j = index, index + shift
+                seen = torch.arange(block, device=q.device, dtype=q.dtype)[:, None] + d * block
+                ctx.steps.append((i, j, seen))
+                sums, count[i] = fast_tile(q[i], k[j], v[j], log_gate[i], count[i], seen,
+                                           None if rows is None else rows[i], sparsity, dropout)
+                out[i] += sums[0]
+                total[i] += sums[1]
+                # who is done? a GPU has to be waited for: ask it after 8, 16, 32, ... steps only
+                if d > 0 if cpu else d >= 8 and d & (d - 1) == 0:
+                    done = (count[i] >= needed[i]).flatten(1).all(1).cpu()
+                    if 2 * done.sum() >= len(done):                     # picking costs too
+                        run = run[~done]
+                        index = run.to(q.device)
+                d += 1
+                run = run[run >= (d - offset) * heads]                  # at the first key, done
+                index = index[len(index) - len(run):]
+        return out, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dtotal):
+        q, log_gate, rows, k, v = ctx.saved_tensors
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dlog_gate, count = torch.zeros_like(log_gate), torch.zeros_like(log_gate)
+        with torch.autocast(q.device.type, enabled=False):
+            for i, j, seen in ctx.steps:
+                *parts, count[i] = fast_gradients(
+                    dout[i], dtotal[i], q[i], k[j], v[j], log_gate[i], count[i], seen,
+                    None if rows is None else rows[i], *ctx.options)
+                for x, at, part in zip((dq, dk, dv, dlog_gate), (i, j, j, i), parts):
+                    x[at] += part
+        return dq, dlog_gate, None, None, dk, dv, None, None, None, None
