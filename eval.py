@@ -414,23 +414,15 @@ def attention_parts(model, idx):
         model(idx)
         for x, attn, hook in zip(inputs, (block.attn for block in model.blocks), hooks):
             hook.remove()
-            c, parts = model.config, {}
-            q, k, _ = (y.view(1, T, c.n_head, -1).transpose(1, 2) for y in attn.qkv(x).chunk(3, -1))
-            q, k = (F.rms_norm(y, y.shape[-1:], eps=1e-6) for y in (q, k))
-            eye = torch.eye(T, device=x.device, dtype=x.dtype).expand(1, c.n_head, T, T)
-            if c.attn in ('tra', 'fot'):
-                log_gate = F.logsigmoid(attn.gate(x)).transpose(1, 2)                         # (1, H, T)
-            if c.attn == 'tra':
-                parts = tra.tra_dense(q, k, eye, log_gate, c.tra_sparsity, c.tra_distance, return_parts=True)[1]
-                parts.update({'gate': log_gate.exp()} if c.tra_distance else {})
-            elif c.attn == 'rope':  # the weights are what attention puts out if the identity is its values
-                parts['weights'] = tra.nope(tra.rotate(q, 0, c.rope_theta), tra.rotate(k, 0, c.rope_theta), eye)
-            elif c.attn == 'fot':
-                parts['weights'] = tra.fot(q, k, eye, log_gate.cumsum(-1))
-            elif c.attn == 'cope':
-                parts['weights'] = tra.cope(q, k, eye, attn.table)
-            else:
-                parts['weights'] = getattr(tra, c.attn)(q, k, eye)
+            q, k, v, *more = attn.project(x)
+            # the weights are what attention puts out if the identity is its values
+            eye = torch.eye(T, device=v.device, dtype=v.dtype).expand(*v.shape[:2], T, T)
+            parts = {'weights': attn.attend(q, k, eye, *more)}
+            if model.config.attn == 'tra':          # undecayed, the weight of a kept key is not 0
+                log_gate, *rest = more
+                keep = attn.attend(q, k, eye, torch.zeros_like(log_gate), *rest) > 0
+                parts |= {'keep': keep, 'count': keep.flip(-1).cumsum(-1).flip(-1)}
+                parts |= {'gate': log_gate.exp()} if model.config.tra_distance else {}
             layers.append({name: part[0].float().cpu().numpy() for name, part in parts.items()})
     return layers
 
