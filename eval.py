@@ -227,13 +227,13 @@ def format_settings(settings):
     lengths down, its metrics across. Several: a table for each metric, settings down, splits and
     lengths across.
     """
-    cells = {label: by_place(runs) for label, runs in settings}
-    places = list(dict.fromkeys(x for rows in cells.values() for x in rows))
+    cells = [(label, by_place(runs)) for label, runs in settings]
+    places = list(dict.fromkeys(x for _, rows in cells for x in rows))
     if not places:
         return 'nothing measured yet'
     splits = list(dict.fromkeys(split for split, _ in places))
     places.sort(key=lambda x: (splits.index(x[0]), x[1]))
-    columns = [[rows[x] for rows in cells.values() if x in rows] for x in places]
+    columns = [[rows[x] for _, rows in cells if x in rows] for x in places]
     text = 'window' in columns[0][0][0]
     counts = {'tokens': 'tokens'} if text else {'sequences': 'n', 'scored': 'tokens'}
     counts = {name: [span([row[key] for rows in column for row in rows], '{:,}')
@@ -248,7 +248,7 @@ def format_settings(settings):
         spread = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
         return METRICS[key][1](statistics.mean(values)) + spread if values else '-'
     tables = {METRICS[key][0]: [[label, *(write(key, rows.get(x, [])) for x in places)]
-                                for label, rows in cells.items()]
+                                for label, rows in cells]
               for key in METRICS if key in columns[0][0][0]}
     if len(settings) == 1:
         lines = [['split', *(split for split, _ in places)],
@@ -296,8 +296,8 @@ def group(results):
     # where that is long, or another's too, the folder has the better name
     names = [Path(run['run']).name + unfinished(run) if len(label) > 40 or labels.count(label) > 1
              else label for label, (run, *_) in zip(labels, settings)]
-    return [(name + f' [{n}]' * (names.count(name) > 1) + f' ({len(runs)} seeds)' * (len(runs) > 1),
-             runs) for n, (name, runs) in enumerate(zip(names, settings), 1)]
+    return [(name + f' ({len(runs)} seeds)' * (len(runs) > 1), runs)
+            for name, runs in zip(names, settings)]
 
 def unfinished(result):
     """' (step 500 of 2000)', or nothing for a run that is complete"""
