@@ -42,7 +42,6 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections import OrderedDict
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -67,14 +66,14 @@ def one_line_errors(prog, stopped='stopped'):
     script, so that there is one place for this and no `try` around the work.
     """
     def hook(kind, error, trace):
-        sys.excepthook = sys.__excepthook__
         text = ' '.join(str(error).split()) or kind.__name__
-        memory = issubclass(kind, RuntimeError) and re.search('memory|overflow', text)
+        torch_has_none = issubclass(kind, RuntimeError) and re.search(
+            'out of memory|enough memory|allocate memory|size calculation overflowed', text)
         if issubclass(kind, BrokenPipeError):           # `| head -1` has seen enough
             code, text = 128 + 13, ''
         elif issubclass(kind, KeyboardInterrupt):
             code, text = 130, '\n' + stopped
-        elif issubclass(kind, MemoryError) or memory:   # torch.OutOfMemoryError is a RuntimeError
+        elif issubclass(kind, MemoryError) or torch_has_none:
             code, text = 2, f'{prog}: this does not fit in memory: {text[:200]}'
         elif issubclass(kind, (ValueError, OSError)):
             code, text = 2, f'{prog}: {text}'
@@ -174,8 +173,6 @@ def read_checkpoint(path):
     try:
         with warnings.catch_warnings(action='ignore'):
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-    except MemoryError:
-        raise
     except Exception as error:      # a damaged file fails in many ways: zip, pickle, end of file
         unsafe = isinstance(error, pickle.UnpicklingError) and 'GLOBAL' in str(error)
         reason = ('is refused: it holds a pickled object, not only tensors and plain values'
@@ -186,10 +183,11 @@ def read_checkpoint(path):
     for key, kind in fields.items():
         check(isinstance(checkpoint, dict) and key in checkpoint,
               f'{path} is no checkpoint of train.py: it has no {key!r}')
-        check(type(checkpoint[key]) in (kind, OrderedDict),
+        check(isinstance(checkpoint[key], kind) and checkpoint[key] is not True,
               f'{path} is no checkpoint of train.py: its {key!r} is no {kind.__name__}')
     for name, weight in checkpoint['model'].items():
-        check(isinstance(weight, torch.Tensor) and weight.isfinite().all(),
+        named = isinstance(name, str) and isinstance(weight, torch.Tensor)
+        check(named and weight.isfinite().all(),
               f'{path} is damaged: weight {name!r} is not a tensor of finite numbers')
     return checkpoint
 

@@ -1209,6 +1209,31 @@ def test_show_to_any_listener():
         assert done.stdout.count('\n') == 1 and done.stderr == ''
     done = run(f'PYTHONIOENCODING=ascii {show} --n=9')
     assert done.returncode == 0 and '??' in done.stdout and done.stderr == ''
+    endless = subprocess.Popen([*show.split()[:4], '--n=99999999', '--split=val'], cwd=ROOT,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    endless.stdout.readline()
+    endless.send_signal(signal.SIGINT)
+    assert endless.communicate()[1].startswith('\nstopped;') and endless.returncode == 130
+
+
+def test_each_process_takes_its_own_gpu(monkeypatch):
+    """before it uses any, or all of them would open the first as well"""
+    calls = []
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda **_: True)
+    monkeypatch.setattr(torch.cuda, 'set_device', lambda device: calls.append(('set', device)))
+    monkeypatch.setattr(torch, 'zeros', lambda n, device: calls.append(('use', device)))
+    monkeypatch.setattr(torch, 'set_float32_matmul_precision', calls.append)
+    monkeypatch.setattr(torch, 'autocast', lambda *args, **kwargs: (args, kwargs))
+    for name, value in {'WORLD_SIZE': '4', 'LOCAL_RANK': '3'}.items():
+        monkeypatch.setenv(name, value)
+    machine = data.pick_machine()
+    assert calls == [('set', 'cuda:3'), 'high', ('use', 'cuda:3')]
+    assert (machine.device, machine.dtype, machine.compile) == ('cuda:3', 'bfloat16', True)
+    assert machine.autocast == (('cuda', torch.bfloat16), {'enabled': True})
+    monkeypatch.delenv('WORLD_SIZE')
+    monkeypatch.delenv('LOCAL_RANK')
+    assert [data.pick_machine(name).device for name in ('cuda', 'cuda:1')] == ['cuda:0', 'cuda:1']
 
 
 @pytest.mark.parametrize('args, words', [
@@ -1951,35 +1976,29 @@ def test_killed_three_times_ends_in_the_same_weights(tmp_path):
 
 
 def test_signals_save_and_say_how_to_resume(tmp_path):
+    """also when nobody listens: tee has died of the same signal, or head has seen enough"""
     endless = {**TINY, 'max_iters': 100000, 'save_interval': 100000}
-    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-    runs = [start(*as_args({**endless, 'out_dir': tmp_path / number.name})) for number in numbers]
-    for number, run in zip(numbers, runs):
+    cases = [(signal.SIGHUP, 'open'), (signal.SIGINT, 'open'), (signal.SIGTERM, 'closed'),
+             (signal.SIGPIPE, 'closed')]
+    folders = [tmp_path / f'{number.name}-{stdout}' for number, stdout in cases]
+    runs = [start(*as_args({**endless, 'out_dir': folder})) for folder in folders]
+    for (number, stdout), folder, run in zip(cases, folders, runs):
         wait_for(run, 'step 7/')
-        folder = tmp_path / number.name
         if run is runs[0]:                                  # a second one is refused while it lives
             second = start(*as_args({**TINY, 'out_dir': folder, 'overwrite': True}))
             assert f'train.py: another process is training in {folder}' in second.communicate()[0]
             assert second.returncode == 2
-        run.send_signal(number)
-        out = run.communicate()[0]
-        assert run.returncode == 128 + number and 'Traceback' not in out
-        step = load(folder)['step']
-        assert step >= 7 and f'{number.name}: stopped after step {step}' in out
-        assert f'--out_dir={folder} --resume=True' in out
-
-
-def test_saves_when_nobody_listens(tmp_path):
-    """tee dies of the same Ctrl-C, or head has seen enough: the run saves and ends silently"""
-    endless = {**TINY, 'max_iters': 100000, 'save_interval': 100000}
-    numbers = (signal.SIGINT, signal.SIGPIPE)
-    runs = [start(*as_args({**endless, 'out_dir': tmp_path / number.name})) for number in numbers]
-    for number, run in zip(numbers, runs):
-        wait_for(run, 'step 7/')
-        run.stdout.close()
-        if number == signal.SIGINT:
+        if stdout == 'closed':
+            run.stdout.close()
+        if number != signal.SIGPIPE:
             run.send_signal(number)
-        assert run.wait(60) == 128 + number and load(tmp_path / number.name)['step'] >= 7
+        out = run.communicate()[0] if stdout == 'open' else ''
+        assert run.wait(60) == 128 + number and 'Traceback' not in out
+        step = load(folder)['step']
+        assert step >= 7
+        if stdout == 'open':
+            assert f'{number.name}: stopped after step {step}' in out
+            assert f'--out_dir={folder} --resume=True' in out
 
 
 def test_ctrl_c_in_the_last_evaluation_ends_the_run(tmp_path, monkeypatch):

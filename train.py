@@ -86,7 +86,7 @@ n_head = 4                  # attention heads in a block
 n_embd = 256                # width
 mlp_ratio = 2               # hidden size of the MLP, in widths
 dropout = 0.01              # on attention weights and on the MLP's hidden layer
-attn = 'tra'                # tra, rope, nope, alibi, cope or fot
+attn = 'tra'                # tra, rope, nope, alibi, nape, cope, fot or stick
 tra_sparsity = True         # False: ablation, every key is kept
 tra_distance = True         # False: ablation, distance does not count
 rope_theta = 500_000.0      # base of the rotary angles
@@ -175,11 +175,8 @@ def read_file(path):
     return found
 
 def read_flag(key, text):
-    default = DEFAULTS[key]
     value = {'true': True, 'false': False, 'none': None}.get(text.lower(), text)
-    if isinstance(default, str) and key != 'compile':
-        value = text
-    elif value is text and default is not None:
+    if value is text and not isinstance(DEFAULTS[key], (str, type(None))):
         try:
             value = literal(ast.parse(text, mode='eval').body)
         except NO_LITERAL:

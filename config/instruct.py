@@ -9,10 +9,7 @@
 task = 'instruct'
 train_length = 50
 n_symbols = 26
-n_layer = 4
-n_head = 4
-n_embd = 256
-dropout = 0.01
+# the model is that of train.py
 batch_size = 128
 max_iters = 100_000
 learning_rate = 3e-4
