@@ -227,13 +227,13 @@ def format_settings(settings):
     lengths down, its metrics across. Several: a table for each metric, settings down, splits and
     lengths across.
     """
-    cells = {label: by_place(runs) for label, runs in settings}
-    places = list(dict.fromkeys(x for rows in cells.values() for x in rows))
+    cells = [(label, by_place(runs)) for label, runs in settings]
+    places = list(dict.fromkeys(x for _, rows in cells for x in rows))
     if not places:
         return 'nothing measured yet'
     splits = list(dict.fromkeys(split for split, _ in places))
     places.sort(key=lambda x: (splits.index(x[0]), x[1]))
-    columns = [[rows[x] for rows in cells.values() if x in rows] for x in places]
+    columns = [[rows[x] for _, rows in cells if x in rows] for x in places]
     text = 'window' in columns[0][0][0]
     counts = {'tokens': 'tokens'} if text else {'sequences': 'n', 'scored': 'tokens'}
     counts = {name: [span([row[key] for rows in column for row in rows], '{:,}')
@@ -248,7 +248,7 @@ def format_settings(settings):
         spread = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
         return METRICS[key][1](statistics.mean(values)) + spread if values else '-'
     tables = {METRICS[key][0]: [[label, *(write(key, rows.get(x, [])) for x in places)]
-                                for label, rows in cells.items()]
+                                for label, rows in cells]
               for key in METRICS if key in columns[0][0][0]}
     if len(settings) == 1:
         lines = [['split', *(split for split, _ in places)],
@@ -296,8 +296,8 @@ def group(results):
     # where that is long, or another's too, the folder has the better name
     names = [Path(run['run']).name + unfinished(run) if len(label) > 40 or labels.count(label) > 1
              else label for label, (run, *_) in zip(labels, settings)]
-    return [(name + f' [{n}]' * (names.count(name) > 1) + f' ({len(runs)} seeds)' * (len(runs) > 1),
-             runs) for n, (name, runs) in enumerate(zip(names, settings), 1)]
+    return [(name + f' ({len(runs)} seeds)' * (len(runs) > 1), runs)
+            for name, runs in zip(names, settings)]
 
 def unfinished(result):
     """' (step 500 of 2000)', or nothing for a run that is complete"""
@@ -332,6 +332,7 @@ def plot_lengths(settings, train_lengths, path):
     """
     plt = pyplot()
     every = [row for _, runs in settings for run in runs for row in run['rows']]
+    check(every, 'nothing to draw: nothing measured yet')
     lengths, text = sorted({place(row)[1] for row in every}), 'window' in every[0]
     metric = next(key for key in METRICS if key in every[0])
     if text and all(math.isclose(row['loss'], row['bits_per_byte'] * math.log(2)) for row in every):
@@ -413,23 +414,15 @@ def attention_parts(model, idx):
         model(idx)
         for x, attn, hook in zip(inputs, (block.attn for block in model.blocks), hooks):
             hook.remove()
-            c, parts = model.config, {}
-            q, k, _ = (y.view(1, T, c.n_head, -1).transpose(1, 2) for y in attn.qkv(x).chunk(3, -1))
-            q, k = (F.rms_norm(y, y.shape[-1:], eps=1e-6) for y in (q, k))
-            eye = torch.eye(T, device=x.device, dtype=x.dtype).expand(1, c.n_head, T, T)
-            if c.attn in ('tra', 'fot'):
-                log_gate = F.logsigmoid(attn.gate(x)).transpose(1, 2)                         # (1, H, T)
-            if c.attn == 'tra':
-                parts = tra.tra_dense(q, k, eye, log_gate, c.tra_sparsity, c.tra_distance, return_parts=True)[1]
-                parts.update({'gate': log_gate.exp()} if c.tra_distance else {})
-            elif c.attn == 'rope':  # the weights are what attention puts out if the identity is its values
-                parts['weights'] = tra.nope(tra.rotate(q, 0, c.rope_theta), tra.rotate(k, 0, c.rope_theta), eye)
-            elif c.attn == 'fot':
-                parts['weights'] = tra.fot(q, k, eye, log_gate.cumsum(-1))
-            elif c.attn == 'cope':
-                parts['weights'] = tra.cope(q, k, eye, attn.table)
-            else:
-                parts['weights'] = getattr(tra, c.attn)(q, k, eye)
+            q, k, v, *more = attn.project(x)
+            # the weights are what attention puts out if the identity is its values
+            eye = torch.eye(T, device=v.device, dtype=v.dtype).expand(*v.shape[:2], T, T)
+            parts = {'weights': attn.attend(q, k, eye, *more)}
+            if model.config.attn == 'tra':          # undecayed, the weight of a kept key is not 0
+                log_gate, *rest = more
+                keep = attn.attend(q, k, eye, torch.zeros_like(log_gate), *rest) > 0
+                parts |= {'keep': keep, 'count': keep.flip(-1).cumsum(-1).flip(-1)}
+                parts |= {'gate': log_gate.exp()} if model.config.tra_distance else {}
             layers.append({name: part[0].float().cpu().numpy() for name, part in parts.items()})
     return layers
 
@@ -505,7 +498,7 @@ BENCH = {
 def clock(functions, repeats, device):
     """The best time in ms of each, interleaved: a busy moment falls on all of them alike."""
     def wait():
-        if torch.device(device).type != 'cpu':          # which answers before it has done the work
+        if torch.device(device).type != 'cpu':          # a GPU answers before it is done
             torch.accelerator.synchronize(device)
     best = [math.inf] * len(functions)
     for repeat in range(repeats + 1):                   # the first one warms up and compiles
@@ -529,7 +522,7 @@ def peak_mb(function, device):
     try:
         ctypes.CDLL('libc.so.6').malloc_trim(0)         # or memory freed earlier is used in silence
         Path('/proc/self/clear_refs').write_text('5')   # resets the peak
-    except OSError:
+    except (OSError, AttributeError):                   # not Linux, or another C library
         kind = 'unknown'
     if kind != 'cpu':
         return None
@@ -635,7 +628,7 @@ def bench(args):
             print(f'measuring: {name} {size}', file=sys.stderr, flush=True)
             torch.manual_seed(0)
             result[name].append(globals()[f'bench_{name}'](size, machine))
-    publish(args, json.dumps(result), bench_report(result))
+    print(save(args, json.dumps(result), bench_report(result)), flush=True)
 
 def bench_report(result):
     """The result of bench, for people."""
@@ -793,12 +786,12 @@ def report(results, settings, cut_short):
         lines += ['    ' + line for line in m['text'].splitlines()]
     return '\n'.join(lines).rstrip()
 
-def publish(args, as_json, as_text):
-    """The file before the words: nobody may be listening."""
+def save(args, as_json, as_text):
+    """Writes the file of --out and returns what to print, then: nobody may be listening."""
     if args.out:
         with atomic(args.out) as f:
             f.write(((as_json if args.out.endswith('.json') else as_text) + '\n').encode())
-    print(as_json if args.json else as_text, flush=True)
+    return as_json if args.json else as_text
 
 def make_table(args):
     if args.plot is not None:
@@ -810,15 +803,16 @@ def make_table(args):
     settings = group(results)
     as_json = ',\n'.join(map(json.dumps, results))         # a line for each run
     as_json = '{"runs": [\n' + as_json + '\n]' + ', "interrupted": true' * cut_short + '}'
-    anything = any(result['rows'] for result in results)
-    if args.plot is not None and anything:
+    if error and not any(result['rows'] for result in results):
+        raise error
+    words = save(args, as_json, report(results, settings, cut_short))
+    if args.plot is not None:
         path = Path(args.runs[0])
         path = path.with_suffix('.png') if path.suffix == '.json' else path / 'eval.png'
         plot_lengths(settings, sorted({r['train_length'] for r in results}), args.plot or path)
         print(f'wrote {args.plot or path}', file=sys.stderr)
-    if anything or not error:       # hours of work are not lost to what came after
-        publish(args, as_json, report(results, settings, cut_short))
-    if error:
+    print(words, flush=True)
+    if error:               # only now: hours of work are not lost to what came after them
         raise error
 
 def draw_attention(args):

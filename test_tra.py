@@ -1551,7 +1551,8 @@ def test_errors_are_one_line(tmp_path, command, monkeypatch):
         elif content is not None:
             torch.save(content, Path(name, 'best.pt'))
     result = command('run', '--json', '--n=3', '--split=val')[1]
-    texts = ['', '[]', '[' * 100000, '{"kernel": []}', '{"runs": []}', '{"runs": 5}', '{"runs": [5]}']
+    texts = ['', '[]', '[' * 100000, '{"kernel": []}', '{"runs": []}', '{"runs": 5}',
+             '{"runs": [5]}']
     for of_row, key, value in [  # results with one field that is wrong
             (0, 'rows', [{}]), (0, 'config', 'x'), (0, 'train_length', '8'), (0, 'step', None),
             (0, 'seed', [1]), (0, 'mistakes', [{'text': 1}]), (1, 'n', '7'), (1, 'length', 'x'),
@@ -1572,11 +1573,13 @@ def test_errors_are_one_line(tmp_path, command, monkeypatch):
             ('does not fit this code', 'newer'), ('does not fit this code', 'type'),
             ('does not fit this code', 'iters'), ("'step' is no int", 'step'),
             ("'config' is no dict", 'settings'), ('last.pt is missing', 'run --checkpoint=last.pt'),
-            ('must be even and at least 4', 'run --lengths=2'), ('must be even', 'run --lengths=1x,9'),
+            ('must be even and at least 4', 'run --lengths=2'),
+            ('must be even', 'run --lengths=1x,9'),
             ('copy length 0', 'copy --lengths=0'), ('memory', f'copy --lengths={10 ** 13}'),
             ('neither a length', 'run --lengths=8y'), ('different tasks', 'run copy'),
             ("split 'test'", 'run --split=test'), ('at least 1', 'run --n=0'),
-            ('--nn=3', 'run --nn=3'), ('invalid int', 'run --n=x'), ('.md or .json', 'run --out=x.txt'),
+            ('--nn=3', 'run --nn=3'), ('invalid int', 'run --n=x'),
+            ('.md or .json', 'run --out=x.txt'),
             ('no such folder', 'run --out=nowhere/x.md'), ('must end in .png', 'run --plot=x.pdf'),
             ("'z' is not a token", 'run --sample=wz'), ('at least one token', 'run --sample='),
             ('1 to 96', 'run --attention=' + 'w1' * 60), ('is for --attention', 'run --heads=1.1'),
