@@ -27,9 +27,11 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import types
 import warnings
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -164,9 +166,10 @@ def test_dense_and_blockwise_equal_the_loops(T, D, switches, monkeypatch):
 
 @pytest.mark.parametrize('T, dropout', [(100, 0.0), (700, 0.0), (300, 0.1)])
 def test_compiled_kernel_equals_dense(T, dropout, compiling):
-    xs, seed = inputs(3, 4, T, 16, torch.float32, seed=5), torch.tensor(11)
-    out = tra_blockwise(*xs, dropout=dropout, seed=seed)
-    same_with_gradients(out, tra_dense(*xs, mask=full_mask(seed, xs, dropout)), xs, 1e-5)
+    xs = inputs(3, 4, T, 16, torch.float32, seed=5)
+    noise = random_rows(xs)
+    out = tra_blockwise(*xs, dropout=dropout, noise=noise)
+    same_with_gradients(out, tra_dense(*xs, dropout_mask=full_mask(noise, xs, dropout)), xs, 1e-5)
     assert not tra.compiled.broken
 
 @pytest.mark.parametrize('T, Tq', [(65, 1), (65, 64), (300, 17), (300, 128), (300, 299),
@@ -259,7 +262,7 @@ def test_early_exit_changes_nothing(gates, scale, plain, switches, monkeypatch):
     same_with_gradients(fast, dense, xs, 1e-14, 1e-13)
 
 def test_early_exit_happens(monkeypatch):
-    """by tile: forgetful heads stop; a stubborn row, or one with no key yet, keeps its tile going"""
+    """by tile: forgetful heads stop; a stubborn row, or one without a key, keeps its tile going"""
     q, k, v, log_gate = (x.detach() for x in inputs(1, 2, 2048, 8))
 
     def reach(log_gate):
@@ -317,31 +320,34 @@ print(float((out - tra_dense(*xs)).abs().max()), sum('uncompiled' in str(x.messa
 # --------------------------------------------------------------------------------------------------
 # dropout
 
-def full_mask(seed, xs, dropout):
+def random_rows(xs, seed=11):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(2 ** 31, xs[3].shape, generator=rng, dtype=torch.int32)
+
+def full_mask(noise, xs, dropout):
     """what the kernel drops of all weights, as a matrix"""
-    if not dropout:
-        return 1.0
-    (B, H, Tq, _), T = xs[0].shape, xs[1].size(2)
+    Tq, T = xs[0].size(2), xs[1].size(2)
     distance = torch.arange(T - Tq, T)[:, None] - torch.arange(T)
-    return tra.dropout_mask(tra.hash_rows(seed, B, H, Tq, T), distance, dropout, xs[0].dtype)
+    return tra.dropout_mask(noise[..., None], distance, dropout, xs[0].dtype)
 
 @pytest.mark.parametrize('plain', [0, 1000])
 def test_dropout_in_the_kernel_equals_dense(plain, monkeypatch):
     monkeypatch.setattr(tra, 'PLAIN', plain)
     for T, Tq in ((50, None), (300, None), (300, 100)):
-        xs, seed = inputs(2, 2, T, 4, seed=T, Tq=Tq), torch.tensor(11)
-        out = tra_blockwise(*xs, dropout=0.3, seed=seed)
-        same_with_gradients(out, tra_dense(*xs, mask=full_mask(seed, xs, 0.3)), xs, 1e-10)
-        assert torch.equal(out, tra_blockwise(*xs, dropout=0.3, seed=seed))
-        assert not torch.allclose(out, tra_blockwise(*xs, dropout=0.3, seed=seed + 1))
+        xs = inputs(2, 2, T, 4, seed=T, Tq=Tq)
+        noise = random_rows(xs)
+        out = tra_blockwise(*xs, dropout=0.3, noise=noise)
+        same_with_gradients(out, tra_dense(*xs, dropout_mask=full_mask(noise, xs, 0.3)), xs, 1e-10)
+        assert torch.equal(out, tra_blockwise(*xs, dropout=0.3, noise=noise))
         assert not torch.allclose(out, tra_blockwise(*xs))
         a, b = (tra_blockwise(*xs, dropout=0.3) for _ in range(2))
-        assert not torch.allclose(a, b)  # no seed, no repetition
+        assert not torch.allclose(a, b)  # drawn anew at every call
 
 @pytest.mark.parametrize('p', [0.01, 0.5])
 def test_dropout_mask_looks_random(p):
     x = torch.empty(1, 8, 400, 1, dtype=torch.float64)
-    mask = full_mask(torch.tensor(3), (x, x), p)[0]
+    xs = x, x, x, x[..., 0]
+    mask = full_mask(random_rows(xs), xs, p)[0]
     stays = (mask > 0).double()
     assert torch.allclose(mask[mask > 0], torch.tensor(1 / (1 - p), dtype=torch.float64))
     sigma = math.sqrt(p * (1 - p))
@@ -650,6 +656,209 @@ def test_bad_configs():
         with pytest.raises(ValueError) as error:
             Config(vocab_size=5, **options)
         assert all(word in str(error.value) for word in words) and '\n' not in str(error.value)
+
+# --------------------------------------------------------------------------------------------------
+# a GPU that pretends: numbers are computed on the CPU, but .device says gpu:0, mixing devices
+# raises as on CUDA, and waits for the device and launches are counted. In a process of its own: a
+# backend can be named only once.
+
+def pretend_gpu():
+    """(a context that counts, a function from a tensor to what it holds)"""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils import backend_registration as registration
+    from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    class Module(registration._DummyBackendModule):
+        get_amp_supported_dtype = lambda self: [torch.bfloat16]
+    registration._setup_privateuseone_for_python_backend('gpu', Module())
+
+    # autocast: matrix products in 16 bits, as on CUDA
+    autocast, library = 'AutocastPrivateUse1', torch.library.Library('aten', 'IMPL')
+    fallback = torch.library.Library('_', 'IMPL')
+    fallback.fallback(torch.library.fallthrough_kernel, autocast)
+
+    def in_16_bits(op):
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, autocast))
+        narrow = lambda x: x.bfloat16() if x.dtype == torch.float32 else x
+
+        def call(*args, **kwargs):
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return op(*tree_map_only(torch.Tensor, narrow, args), **kwargs)
+        return call
+    for name in ('matmul', 'linear', 'mm', 'bmm', 'addmm', 'baddbmm',
+                 'scaled_dot_product_attention'):
+        library.impl(name, in_16_bits(getattr(torch.ops.aten, name).default), autocast)
+
+    class GpuTensor(torch.Tensor):
+        @staticmethod
+        def __new__(cls, held):
+            return torch.Tensor._make_wrapper_subclass(
+                cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
+                dtype=held.dtype, device='gpu:0')
+
+        def __init__(self, held):
+            self.held = held
+        __torch_dispatch__ = None                           # the mode below answers for it
+
+    class OverCpu(TorchFunctionMode):
+        """torch.tensor([...], device=...) copies from the CPU: here in sight of the mode below"""
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = dict(kwargs or {})
+            copies = function in (torch.tensor, torch.as_tensor)
+            device = kwargs.pop('device', None) if copies else None
+            out = function(*args, **kwargs)
+            return out if device is None else out.to(device)
+
+    class PretendGpu(TorchDispatchMode):
+        keep = library, fallback
+
+        def __init__(self):
+            super().__init__()
+            self.waits, self.launches = Counter(), Counter()
+
+        def wait(self, what):
+            frames = [f for f in traceback.extract_stack() if f.filename.endswith(
+                ('/tra.py', '/train.py', '/eval.py'))]
+            place = f'{Path(frames[-1].filename).name}:{frames[-1].lineno} ' if frames else ''
+            self.waits[place + what] += 1
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            kwargs, name = kwargs or {}, function._schema.name.partition('::')[2]
+            composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+                function.name(), 'CompositeImplicitAutograd')
+            if composite:                                   # such as .to(): see what it is made of
+                with torch._C.DisableTorchFunction(), self:
+                    return function.decompose(*args, **kwargs)
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            ours, target = [isinstance(x, GpuTensor) for x in tensors], kwargs.get('device')
+            on_gpu = any(ours) if target is None else torch.device(target).type == 'gpu'
+            if name == 'copy_':
+                on_gpu = ours[0]
+            if name in ('_to_copy', 'copy_'):
+                later = kwargs.get('non_blocking') or args[2:] == (True,)
+                if len({*ours, on_gpu}) > 1 and not later:
+                    self.wait(f'copy {"to" if on_gpu else "from"} gpu')
+            elif any(ours):
+                indexes = name == 'index' or name.startswith(('index_put', '_index_put'))
+                index = [x for x in args[1] if x is not None] if indexes else []
+                if index and not ours[0]:
+                    raise RuntimeError('indices should be on the same device (cpu)')
+                if not index and any(not our and x.dim() for our, x in zip(ours, tensors)):
+                    raise RuntimeError(f'{function}: expected all tensors on one device')
+                if name in ('_local_scalar_dense', 'nonzero', 'masked_select', 'equal') or any(
+                        x.dtype == torch.bool or not isinstance(x, GpuTensor) for x in index):
+                    self.wait(name)
+            free = function.is_view or name.startswith(
+                ('empty', 'detach', 'alias', 'lift', '_unsafe'))
+            self.launches[name] += on_gpu and not free
+            if target is not None:
+                kwargs = {**kwargs, 'device': 'cpu'}
+            real = tree_map_only(GpuTensor, lambda x: x.held, (args, kwargs))
+            if name == 'baddbmm' and real[1].get('beta') == 0:  # lets NaN through, as MPS did
+                out = function(*real[0], **{**real[1], 'beta': 1})
+            else:
+                out = function(*real[0], **real[1])
+            if name.startswith(('empty', 'new_empty')) and on_gpu and out.is_floating_point():
+                out.fill_(math.nan)                         # fresh memory holds anything
+            if not on_gpu:
+                return out
+            out = tree_map_only(torch.Tensor, GpuTensor, out)
+            return return_and_correct_aliasing(function, args, kwargs, out) if any(ours) else out
+
+    @contextlib.contextmanager
+    def pretending():
+        with torch.compiler.set_stance('force_eager'), OverCpu(), PretendGpu() as gpu:
+            yield gpu
+    return pretending, lambda x: x.held
+
+def on_the_gpu():
+    """What the test below runs in a process of its own."""
+    pretending, held = pretend_gpu()
+
+    def training_step(model, idx, dtype=torch.float32):
+        """loss and gradients"""
+        device = model.embed.weight.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = model(idx, idx)[1]
+        loss.backward()
+        return [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    def on_both(config, idx, dtype):
+        torch.manual_seed(0)
+        model = Decoder(config)
+        expected = training_step(model, idx, dtype)
+        with pretending() as gpu:
+            torch.manual_seed(0)
+            model, idx = Decoder(config).to('gpu'), idx.to('gpu')
+            gpu.waits.clear()
+            got = training_step(model, idx, dtype)
+            assert not gpu.waits, gpu.waits
+        for a, b in zip(got, expected, strict=True):
+            close(held(a).detach(), b.detach(), 1e-4 if dtype == torch.float32 else 0.03)
+
+    size = dict(vocab_size=13, n_layer=2, n_head=2, n_embd=16, dropout=0.0)
+    idx = torch.randint(13, (2, 150), generator=torch.Generator().manual_seed(0))
+    for attn in ATTENTIONS:
+        for dtype in (torch.float32, torch.bfloat16):
+            on_both(Config(**size, attn=attn), idx, dtype)
+
+    # heads that forget at different speeds, so that some tiles stop early and others are picked out
+    for T in (18 * 128, 18 * 256):
+        q, k, v, log_gate = xs = inputs(1, 4, T, 8, torch.float32)
+        log_gate.data[:, 1:] = -3.0
+        log_gate.data[:, 0] = 0.0
+        out = tra_blockwise(*xs, bound=3.0)
+        expected = [out, *grads(out, xs, torch.ones_like(out))]
+        with pretending() as gpu:
+            ys = [x.detach().to('gpu').requires_grad_() for x in xs]
+            gpu.waits.clear()
+            out = tra_blockwise(*ys, bound=3.0)
+            got = [out, *torch.autograd.grad(out, ys, torch.ones_like(out))]
+            assert sum(gpu.waits.values()) <= 2 * (T > 8 * 256) * 4, gpu.waits    # asked twice
+        for a, b in zip(got, expected, strict=True):
+            close(held(a).detach(), b.detach(), 1e-4)
+
+    # cached decoding
+    model = small()
+    prompt = torch.randint(13, (1, 300), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(prompt, 5, temperature=0)
+    with pretending() as gpu:
+        model, prompt = model.to('gpu'), prompt.to('gpu')
+        gpu.waits.clear()
+        got = model.generate(prompt, 5, temperature=0)
+        assert not gpu.waits, gpu.waits
+    assert torch.equal(held(got), expected)
+
+    # launches of attention, forward and backward, at the sizes of flip-flop and wikitext (the batch
+    # changes none); a compiled tile function makes about 5
+    for H, T, most in ((4, 512, 70), (8, 128, 70)):
+        with pretending() as gpu:
+            xs = [x.detach().to('gpu').requires_grad_() for x in inputs(2, H, T, 64, torch.float32)]
+            calls = 0
+
+            def counted(function):
+                def call(*args):
+                    nonlocal calls
+                    calls += 1
+                    before = gpu.launches.copy()
+                    out = function(*args)
+                    gpu.launches = before
+                    return out
+                return call
+            plain = tra.fast_tile, tra.fast_gradients
+            tra.fast_tile, tra.fast_gradients = map(counted, plain)
+            gpu.launches.clear()
+            out = tra_blockwise(*xs, bound=8.1)
+            out.backward(torch.ones_like(out))
+            tra.fast_tile, tra.fast_gradients = plain
+            launches = gpu.launches.total() + 5 * calls
+            assert calls and launches <= most, (launches, gpu.launches)
+            print(f'H={H} T={T}: {launches} launches')
+
+def test_the_gpu_path_on_a_device_that_pretends():
+    done = python('import test_tra; test_tra.on_the_gpu(); print("all done")')
+    assert done.endswith('all done\n')
 
 # --------------------------------------------------------------------------------------------------
 # data.py: the simulators and solvers are plain Python on decoded text

@@ -4,30 +4,33 @@ Threshold Relative Attention (TRA): the whole model in one file.
 Paper: "TRA: Better Length Generalisation with Threshold Relative Attention",
 Opper, Fernandez, Smolensky and Gao, TMLR 2025, https://arxiv.org/abs/2503.23174
 
-Softmax attention gives every key some weight, and position encodings measure distance over all
-keys. Both change when sequences grow: there is more to average over, and distances appear that were
-never trained. TRA changes two things. A key whose score is not positive leaves the softmax
+Softmax attention gives every key some weight, and most position encodings measure distance over
+all keys. Both change when sequences grow: there is more to average over, and distances appear that
+were never trained. TRA changes two things. A key whose score is not positive leaves the softmax
 altogether, and distance counts only the keys that stayed:
 
     s_ij    = q_i . k_j / sqrt(D)                 q and k RMS-normalised over the head dimension D
     keep_ij = (j <= i) and (s_ij > 0)             selective sparsity
-    c_ij    = #{ l kept by i : j <= l <= i }      contextual distance: the nearest kept key is at 1
-    g_i     = log sigmoid(w . x_i + b)  <= 0      how fast query i forgets, one gate a head
+    c_ij    = #{ m kept by i : j <= m <= i }      contextual distance: the nearest kept key is at 1
+    g_i     = log sigmoid(w . x_i + b)  <= 0      x_i is the layer's input; w and b are the head's
     l_ij    = s_ij + g_i c_ij                     where kept
     a_ij    = softmax of l_ij over the kept j     a row that keeps nothing outputs exactly 0
     o_i     = sum_j a_ij v_j
 
+The gate e^{g_i}, between 0 and 1, says how much of a weight is left for each kept key further back.
+
 Why lengths hold: the keys that query i keeps have the distinct counts 1, 2, 3, ..., and the nearest
-alone adds more than e^{g_i} to the softmax's sum. So all that lies beyond count c has a share of at
-most exp(max s) (e^{g_i c} + e^{g_i (c+1)} + ...): a geometric series, finite because the gate
-e^{g_i} is below 1. However long the sequence, what is far away cannot add up.
+alone, its score above 0, adds more than e^{g_i} to the softmax's sum. No score exceeds sqrt(D). So
+all that lies beyond count c has a share of at most e^{sqrt(D)} (e^{g_i c} + e^{g_i (c+1)} + ...): a
+geometric series, finite because the gate is below 1. However long the sequence, what is far away
+cannot add up.
 
 Reading order: `tra_dense` is the formula; then the model around it, as in nanoGPT; then the other
-attentions it is compared with. Behind the divider the same formula again, fast and in memory linear
-in T: `tra_blockwise`, which is what runs. "The notebook" is the authors' only published code, a
-flip-flop run; where this model differs from it, the place says so.
+attentions it is compared with. After the divider the same formula again, fast and in memory linear
+in T: `tra_blockwise`, which is what runs. "The notebook" is the authors' only published code.
 
-Sizes: B batch, T sequence, C embedding, H heads, D = C / H head dimension.
+Sizes: B batch, T sequence, Tq queries (the last of the T), C embedding, H heads, D = C / H.
+Written for PyTorch 2.13.
 """
 import functools
 import math
@@ -44,15 +47,15 @@ class Config:
     n_layer: int = 4
     n_head: int = 4
     n_embd: int = 256
-    mlp_ratio: int = 2             # hidden size of the MLP, in embeddings
+    mlp_ratio: int = 2             # hidden size of the MLP, in multiples of n_embd
     dropout: float = 0.01          # on attention weights and on the MLP's hidden layer
-    attn: str = 'tra'              # a name in ATTENTIONS, below
+    attn: str = 'tra'              # tra, rope, nope, alibi, nape, cope, fot or stick
     tra_sparsity: bool = True      # False: ablation, every key is kept; distance is i - j + 1
-    tra_distance: bool = True      # False: ablation, keys are dropped, but distance does not count
+    tra_distance: bool = True      # False: ablation, keys are dropped, without a distance term
     rope_theta: float = 500_000.0  # base of the rotary angles
     cope_npos: int = 64            # number of positions CoPE can tell apart
     pre_norm: bool = True          # False: the notebook's blocks, which trained far worse
-    keep_at_start: bool = False    # True: TRA keeps nearly every key at first, see Decoder.keep_all
+    keep_at_start: bool = False    # True: keeps nearly every key at first: Decoder.keep_all
 
     def __post_init__(self):
         if self.attn not in ATTENTIONS:
@@ -70,15 +73,12 @@ class Config:
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
 
-# --------------------------------------------------------------------------------------------------
-# TRA, the formula
-
 def widen(x):
     """16 bits to float32: bfloat16 cannot count past 256"""
     return x if x.dtype == torch.float64 else x.float()
 
 def in_full_precision(attention):
-    """The attention computed in float32 or float64, whatever its inputs are and autocast says."""
+    """The attention in float32 or float64, its result as the inputs were; autocast is off."""
     @functools.wraps(attention)
     def call(q, k, v, log_gate, *args, **kwargs):
         with torch.autocast(q.device.type, enabled=False):
@@ -86,33 +86,40 @@ def in_full_precision(attention):
         return out.to(v.dtype)
     return call
 
+# --------------------------------------------------------------------------------------------------
+# TRA, the formula
+
 @in_full_precision
-def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, mask=1.0):
+def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropout_mask=1.0):
     """
     TRA as the equations say it, with T x T matrices: the function to learn from.
 
-    q (B, H, Tq, D), k and v (B, H, T, D), log_gate (B, H, Tq); the queries are the last Tq of the T
-    positions, all of them in training, one in decoding. mask is dropout's, of the weights' shape.
+    q (B, H, Tq, D), k and v (B, H, T, D), log_gate g (B, H, Tq). Tq is T, or 1 in decoding.
 
     `keep` and `count` come from comparisons: to the gradient they are constants. s, g and v learn
-    through the keys that are kept, and a dropped pair learns nothing from that query.
+    through the keys that are kept; a dropped key learns nothing from that query.
     """
     Tq, T, D = q.size(2), k.size(2), q.size(3)
     i = torch.arange(T - Tq, T, device=q.device)[:, None]
     j = torch.arange(T, device=q.device)[None, :]
     scores = q @ k.mT / math.sqrt(D)                            # s_ij     (B, H, Tq, T)
-    keep = (j <= i) & (scores > 0 if sparsity else True)        # keep_ij
+    keep = (j <= i).expand_as(scores)                           # keep_ij
+    if sparsity:
+        keep = keep & (scores > 0)
     count = keep.flip(-1).cumsum(-1).flip(-1)                   # c_ij: kept keys, from j rightwards
-    logits = scores + (log_gate[..., None] * count if distance else 0)                  # l_ij
-    logits = logits.masked_fill(~keep, torch.finfo(q.dtype).min)
-    weights = logits.softmax(-1).masked_fill(~keep, 0)          # a_ij; an empty row is all 0
-    return (weights * mask) @ v                                 # o_i      (B, H, Tq, D)
+    logits = scores                                             # l_ij
+    if distance:
+        logits = logits + log_gate[..., None] * count
+    lowest = torch.finfo(q.dtype).min                           # -inf: an empty row would be NaN
+    weights = logits.masked_fill(~keep, lowest).softmax(-1)
+    weights = weights.masked_fill(~keep, 0)                     # a_ij
+    return (weights * dropout_mask) @ v                         # o_i      (B, H, Tq, D)
 
 # --------------------------------------------------------------------------------------------------
 # The model
 
 class Attention(nn.Module):
-    """One of ATTENTIONS, in two steps: `project` makes what it needs, `attend` does it."""
+    """`project` makes q, k, v and the like, `attend` weighs and sums: one of ATTENTIONS."""
 
     def __init__(self, config):
         super().__init__()
@@ -127,29 +134,29 @@ class Attention(nn.Module):
 
     def project(self, x, cache=None):
         """x (B, T, C) to q (B, H, T, D), k and v of all tokens so far, and what else is needed."""
-        c = self.config
-        q, k, v = self.qkv(x).unflatten(-1, (3, c.n_head, -1)).transpose(1, 3).unbind(2)
+        config = self.config
+        q, k, v = self.qkv(x).unflatten(-1, (3, config.n_head, -1)).transpose(1, 3).unbind(2)
         q, k = (F.rms_norm(y, y.shape[-1:], eps=1e-6).to(v.dtype) for y in (q, k))  # |q| = sqrt(D)
-        if c.attn == 'rope':
-            start = cache.length if cache else 0
-            q, k = rotate(q, start, c.rope_theta), rotate(k, start, c.rope_theta)
-        if c.attn in ('tra', 'fot'):
+        if config.attn == 'rope':
+            start = 0 if cache is None else cache.length
+            q, k = rotate(q, start, config.rope_theta), rotate(k, start, config.rope_theta)
+        if config.attn in ('tra', 'fot'):
             log_gate = F.logsigmoid(widen(self.gate(x))).transpose(1, 2)                # (B, H, T)
         # FoT's gates belong to keys and have to be cached with them, TRA's gate is the query's own
-        keys = [k, v, log_gate] if c.attn == 'fot' else [k, v]
+        rest = [k, v, log_gate] if config.attn == 'fot' else [k, v]
         if cache is not None:
-            keys = cache.append(*keys)
-        if c.attn == 'cope':
-            keys = [*keys, self.table]
-        if c.attn == 'tra':
-            bound = 1.01 * math.sqrt(q.size(-1))    # no score is larger: |q| |k| / sqrt(D), rounded
-            return q, *keys, log_gate, c.tra_sparsity, c.tra_distance, bound
-        return q, *keys
+            rest = cache.append(*rest)
+        if config.attn == 'cope':
+            rest = [*rest, self.table]
+        if config.attn == 'tra':
+            bound = 1.01 * math.sqrt(q.size(-1))    # no score is larger, rounding errors included
+            rest = [*rest, log_gate, config.tra_sparsity, config.tra_distance, bound]
+        return q, *rest
 
-    def attend(self, q, k, v, *more):
-        """With the identity for v, this returns the weights themselves."""
+    def attend(self, q, k, v, *rest):
+        """(B, H, T, D); with v = torch.eye(T) in eval mode, the weights a_ij themselves."""
         dropout = self.config.dropout if self.training else 0.0
-        return ATTENTIONS[self.config.attn](q, k, v, *more, dropout=dropout)
+        return ATTENTIONS[self.config.attn](q, k, v, *rest, dropout=dropout)
 
     def forward(self, x, cache=None):
         y = self.attend(*self.project(x, cache))                # (B, H, T, D)
@@ -182,7 +189,7 @@ class Block(nn.Module):
         if self.pre_norm:
             x = x + self.attn(self.norm1(x), cache)
             return x + self.mlp(self.norm2(x))
-        x = self.norm1(x)                                       # the notebook: on the stream itself
+        x = self.norm1(x)                                       # the notebook: norms replace it
         x = self.norm2(x + self.attn(x, cache))
         return x + self.mlp(x)
 
@@ -198,12 +205,12 @@ class Decoder(nn.Module):
             self.initialise()
             if config.keep_at_start:
                 self.keep_all()
-        else:  # as the notebook, whose norms undo the scale of the stream; else PyTorch's defaults
+        else:  # the notebook's; all other weights have PyTorch's defaults
             nn.init.uniform_(self.embed.weight, -0.01, 0.01)
             nn.init.normal_(self.head.weight, std=0.02)
 
     def initialise(self):
-        """GPT-2's: what a layer adds to the stream starts no larger than the embedding in it."""
+        """GPT-2's: 0.02, and less for the matrices that add to the stream. Gates start at 1/2."""
         for name, p in self.named_parameters():
             if name.endswith('bias'):
                 nn.init.zeros_(p)
@@ -214,13 +221,13 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def keep_all(self):
         """
-        A dropped key gets no gradient from the query that drops it, and what a softmax gains on one
-        key it takes from the others: nothing lifts all scores of a head together. So the half of
-        all pairs that begins below 0 tends to stay there. Here, embeddings get a common direction u
-        and W_q u = W_k u = z: every query shares a part with every key, nearly all scores start
-        above 0, and training decides what to drop. z is larger than the other weights, or they
-        would soon outgrow it. The gates start sharp in the first layer, which has to single out a
-        neighbour, and slow in the last, which has to look far.
+        A dropped key gets no gradient from the query that drops it, and the gradients of a row's
+        scores sum to 0: nothing lifts all scores of a head together, and the half of all pairs that
+        starts below 0 tends to stay there. Here, embeddings get a common direction u and
+        W_q u = W_k u = z: every query shares a part with every key, nearly all scores start above
+        0, and training decides what to drop. z (0.1) is larger than the other weights (0.02), or
+        they would soon outgrow it. The gates start fast in the first layer, for neighbours, and
+        slow in the last, for keys far away. Other attentions start alike, for comparison.
         """
         C = self.config.n_embd
         u = F.normalize(torch.randn(C), dim=0)
@@ -233,17 +240,16 @@ class Decoder(nn.Module):
                 block.attn.gate.bias += -2 + 6 * n / max(1, self.config.n_layer - 1)
 
     def trunk(self, idx, cache=None):
-        """(B, T) -> (B, T, C): everything but the head. cache: of new_cache, idx continues it."""
+        """(B, T) -> (B, T, C): everything but the head. With a cache, idx continues it."""
         x = self.embed(idx)
         for n, block in enumerate(self.blocks):
-            x = block(x, cache[n] if cache else None)
+            x = block(x, None if cache is None else cache[n])
         return self.norm(x)
 
     def forward(self, idx, targets=None, cache=None):
         """
         idx (B, T) -> logits (B, T, vocab_size), and the mean cross-entropy over the targets that
-        are not -1 (or None). Those that are -1 go through the head too: to pick out the others, a
-        GPU would have to be waited for, and the tasks that have them have tiny vocabularies.
+        are not -1 (or None).
         """
         logits, loss = self.head(self.trunk(idx, cache)), None
         if targets is not None:
@@ -271,7 +277,7 @@ class Decoder(nn.Module):
                 if temperature == 0:
                     new = logits.argmax(-1, keepdim=True)
                 else:
-                    if top_k is not None:
+                    if top_k:
                         least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                         logits = logits.masked_fill(logits < least, -math.inf)
                     new = torch.multinomial((logits / temperature).softmax(-1), 1)
@@ -281,7 +287,7 @@ class Decoder(nn.Module):
         return idx
 
 class Cache:
-    """What a layer keeps of each token, k and v above all, in buffers that double when full."""
+    """For decoding: what a layer stores of each token, in buffers that double when full."""
 
     def __init__(self):
         self.length, self.buffers = 0, None
@@ -300,10 +306,10 @@ class Cache:
         return [x[:, :, :stop] for x in self.buffers]
 
 # --------------------------------------------------------------------------------------------------
-# The attentions that TRA is compared with: causal all, with s_ij = q_i . k_j / sqrt(D) of the same
-# normalised q and k; q (B, H, Tq, D) are the last queries of k and v (B, H, T, D), as above.
+# The attentions that TRA is compared with, all causal, all with s_ij = q_i . k_j / sqrt(D) of the
+# same normalised q and k. Shapes as above: q (B, H, Tq, D), k and v (B, H, T, D).
 
-ROWS = 1024  # queries at a time where an attention needs a matrix, so that memory stays linear in T
+ROWS = 1024  # queries at a time, so that evaluation needs no matrix of T x T
 
 def by_rows(attention, q, k, v):
     """
@@ -320,7 +326,7 @@ def by_rows(attention, q, k, v):
     return torch.cat(out, 2)
 
 def nope(q, k, v, bias=None, dropout=0.0):
-    """Nothing but the causal mask; bias(i, j), where given, is added to the scores."""
+    """No position encoding. Those below that add to the scores call it with a bias(i, j)."""
     if bias is None and q.size(2) in (1, k.size(2)):            # a lone last query sees every key
         return F.scaled_dot_product_attention(q, k, v, is_causal=q.size(2) > 1, dropout_p=dropout)
 
@@ -341,10 +347,10 @@ def rotate(x, start, theta):
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 def alibi_slopes(H, device=None):
-    """2^(-8h / H), h = 1 .. H; else those of the power of two below, then its h = 1/2, 3/2, ..."""
+    """2^(-8h / H), h = 1 .. H; if H is no power of two, that below, then its h = 1/2, 3/2, ..."""
     power = 2 ** math.floor(math.log2(H))
-    h = torch.arange(1, power + 1, device=device), torch.arange(H - power, device=device) + 0.5
-    return torch.exp2(torch.cat(h) * -8 / power)
+    whole, half = torch.arange(1, power + 1, device=device), torch.arange(H - power, device=device)
+    return torch.exp2(torch.cat([whole, half + 0.5]) * -8 / power)
 
 def alibi(q, k, v, slopes=None, dropout=0.0):
     """s_ij - m_h (i - j), with one slope m_h a head"""
@@ -352,7 +358,7 @@ def alibi(q, k, v, slopes=None, dropout=0.0):
     return nope(q, k, v, lambda i, j: slopes[:, None, None] * (j - i), dropout)
 
 def nape(q, k, v, dropout=0.0):
-    """Half of the heads, rounded up, are ALiBi's, with its slopes for so many; the rest NoPE's."""
+    """Half of the heads, rounded up, are ALiBi's, as if they were all; the rest are NoPE's."""
     slopes = alibi_slopes((q.size(1) + 1) // 2, q.device)
     return alibi(q, k, v, F.pad(slopes, (0, q.size(1) // 2)), dropout)
 
@@ -363,8 +369,8 @@ def fot(q, k, v, log_gate, dropout=0.0):
 
 def cope(q, k, v, table, dropout=0.0):
     """
-    CoPE: a key's position is the sum of gates sigmoid(s) from it to the query, p_ij = sum_{l=j..i}
-    sigmoid(s_il); q_i . e[p_ij] is added to its score, interpolated between whole positions. The
+    CoPE: a key's position is the sum of gates sigmoid(s) from it to the query, p_ij = sum_{m=j..i}
+    sigmoid(s_im); q_i . e[p_ij] is added to its score, interpolated between whole positions. The
     table e (D, npos) is shared by the heads.
     """
     def attend(q, k, v, i, j):
@@ -382,7 +388,8 @@ def cope(q, k, v, table, dropout=0.0):
 def stick(q, k, v, dropout=0.0):
     """
     Stick-breaking: going back from the query, each key before it breaks its share beta = sigmoid(s)
-    off what is left, a_ij = beta_ij prod_{j<l<i} (1 - beta_il). The weights need not sum to 1.
+    off what is left, a_ij = beta_ij prod_{j<m<i} (1 - beta_im). The weights need not sum to 1; the
+    first query has no key before it and outputs 0.
     """
     def attend(q, k, v, i, j):
         scores = widen(q @ k.mT / math.sqrt(q.size(-1)))
@@ -392,10 +399,10 @@ def stick(q, k, v, dropout=0.0):
         return F.dropout(weights.to(v.dtype), dropout) @ v
     return by_rows(attend, q, k, v)
 
-# Name: a function of what Attention.project returns, and of dropout. A new attention of q, k and v
-# is such a function and a line here; one that needs more gets it in project.
+# Each is called with what Attention.project returns, and dropout=. A new attention of q, k and v is
+# such a function and a line here; one that needs more gets it in project.
 ATTENTIONS = {
-    'tra': lambda *args, **kwargs: tra_blockwise(*args, **kwargs),      # tra_dense, faster: below
+    'tra': lambda *args, **options: tra_blockwise(*args, **options),    # or tra_dense(*args[:6])
     'rope': nope,                                                       # project has rotated q, k
     'nope': nope,
     'alibi': alibi,
@@ -412,43 +419,44 @@ ATTENTIONS = {
 # from the query back to the start, and carry for each query how many keys it has kept so far
 # (`count`), the sum of its weights (`total`) and of its weighted values (`out`). Then divide.
 #
-# Softmax may subtract any constant from a row. We take g_i, so that l_ij = s_ij + g_i (c_ij - 1).
-# Then the nearest kept key has l = s > 0, the sum is above 1, and no l exceeds the largest score,
-# sqrt(D) for normalised q and k: nothing overflows or vanishes, and the running maximum that
-# FlashAttention has to carry falls away.
+# Softmax may subtract any constant from a row. We take g_i: l_ij - g_i = s_ij + g_i (c_ij - 1).
+# Then the weight of the nearest kept key is e^s > 1, and none exceeds e^bound, where no score
+# exceeds bound (sqrt(D) for normalised q and k): nothing overflows or vanishes, and the running
+# maximum that FlashAttention has to carry falls away.
 #
 # The early exit. Query i has kept c keys so far; those it keeps further left have the distinct
 # counts c + 1, c + 2, ... So all the weight still to come, however long the sequence, is at most
 #
 #     exp(bound) (e^{g c} + e^{g (c+1)} + ...)  =  exp(bound + g c) / (1 - e^g)
 #
-# where no score exceeds bound. The sum so far is at least 1 (e^-bound if every key is kept, for
-# then the nearest may have any score). Once the tail is below rounding beside it, the rest of the
-# walk cannot change the result and is left out: heads that forget cost O(T), not O(T^2).
+# The sum so far is at least 1 (e^-bound if every key is kept, for then the nearest may have any
+# score). Once the tail is below rounding beside it, the rest of the walk cannot change the result
+# and is left out: heads that forget cost O(T), not O(T^2), unless they hardly keep a key.
 #
-# The threshold is a step. A score that is 0 but for rounding may be kept here and dropped there,
-# where terms are summed in another order, and then all counts to its left differ by one. So the
-# two functions agree to rounding save for such ties, rare in float32, hardly ever in float64.
+# The threshold is a step. A score that is 0 but for rounding may be kept by one function and
+# dropped by the other, which sums in another order, and then all counts to its left differ by one.
+# So the two agree to rounding save for such ties, rare in float32 and rarer in float64.
 
-PLAIN = 48      # up to so many queries plain_walk is faster: tiles would be mostly empty
+PLAIN = 48      # up to this many queries plain_walk is faster: tiles would be mostly empty
 PLANES = 8      # see tile
 
+@torch.compiler.disable     # a compiled model calls it as it is, and does not unroll the walk
 @in_full_precision
 def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, bound=None, dropout=0.0,
                   noise=None):
     """
-    tra_dense's result: what the model trains, evaluates and decodes with. No score may exceed
-    `bound`; the model knows one, else it is computed. `noise`, random int32 of log_gate's shape,
-    decides what dropout drops; it is drawn unless given.
+    The same as tra_dense, and what the model runs. No score may exceed `bound`; the model knows
+    one, else it is computed. `noise`, random int32 of log_gate's shape, decides what dropout drops;
+    it is drawn unless given.
     """
     Tq, T, D = q.size(2), k.size(2), q.size(3)
     if Tq > T:
         raise ValueError(f'{Tq} queries, but {T} keys: the queries are the last of the positions')
-    if bound is None:
+    if bound is None:       # not called by the model: look at the numbers
         bound = float((q.norm(dim=-1).amax() * k.norm(dim=-1).amax()).detach()) / math.sqrt(D)
         if not (log_gate.isfinite() & (log_gate <= 0)).all():
             raise ValueError('log_gate must be finite and at most 0: take F.logsigmoid of a number')
-    if not bound <= 80:  # NaN included
+    if not bound + math.log(T) <= 80:   # NaN included
         raise ValueError(f'scores may reach {bound:.0f}, and exp overflows: RMS-normalise q and k')
     if not distance:
         log_gate = torch.zeros_like(log_gate)
@@ -458,18 +466,18 @@ def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, bound=None, d
         noise = torch.randint(2 ** 31, log_gate.shape, device=q.device, dtype=torch.int32)
     walk = plain_walk if Tq <= PLAIN else tiled_walk
     out, total = walk(q, k, v, log_gate, noise, sparsity, bound, dropout)
-    return out * total.masked_fill(total == 0, 1).reciprocal()  # a row that kept nothing stays 0
+    return out * total.masked_fill(total == 0, 1).reciprocal()  # division's backward is slower
 
 def enough(bound, log_gate, sparsity):
     """How many kept keys make the rest of a row too small to matter; infinite for g = 0."""
     least = 0 if sparsity else -bound                           # the nearest key's score, at least
-    tail = bound - torch.log(-torch.expm1(log_gate)) - least    # at c = 0, in logarithms
-    rounding = math.log(torch.finfo(log_gate.dtype).eps / 64)
-    return ((tail - rounding) / log_gate.abs()).clamp(min=1)
+    tail = bound - torch.log(-torch.expm1(log_gate)) - least    # log(tail / sum so far) at c = 0
+    rounding = math.log(torch.finfo(log_gate.dtype).eps / 64)   # with a margin
+    return ((tail - rounding) / log_gate.abs()).clamp(min=1)    # 1: or the sum so far may be 0
 
 def plain_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
     """
-    For few queries, as in decoding: `out` (B, H, Tq, D) and `total` (B, H, Tq, 1), by spans of keys
+    `out` (B, H, Tq, D) and `total` (B, H, Tq, 1) of few queries, as in decoding, by spans of keys
     that grow as the early exit becomes less likely. A GPU takes all keys at once: to ask it whether
     to go on would take longer.
     """
@@ -477,19 +485,22 @@ def plain_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
     i = torch.arange(T - Tq, T, device=q.device)[:, None]
     log_gate = log_gate[..., None]
     out, total, count = 0, 0, torch.zeros_like(log_gate)
-    start, stop = max(0, T - 256) if q.device.type == 'cpu' else 0, T
+    span = 256 if q.device.type == 'cpu' else T
+    start, stop = max(0, T - span), T
     while stop > 0:
         j = torch.arange(start, stop, device=q.device)
         scores = q @ k[:, :, start:stop].mT / math.sqrt(q.size(-1))         # (B, H, Tq, span)
-        keep = (j <= i) & (scores > 0 if sparsity else True)
-        counts = count + keep.flip(-1).cumsum(-1).flip(-1)
-        weights = torch.where(keep, scores + log_gate * (counts - 1), -math.inf).exp()
+        keep = (j <= i).expand_as(scores)
+        if sparsity:
+            keep = keep & (scores > 0)
+        c = count + keep.flip(-1).cumsum(-1).flip(-1)
+        weights = torch.where(keep, scores + log_gate * (c - 1), -math.inf).exp()
         total = total + weights.sum(-1, keepdim=True)
         if dropout:
             weights = weights * dropout_mask(noise[..., None], i - j, dropout, q.dtype)
         out = out + weights @ v[:, :, start:stop]
-        count = counts[..., :1]
-        start, stop = max(0, 3 * start - 2 * stop), start                   # twice as long
+        count = c[..., :1]
+        start, stop = max(0, start - 2 * (stop - start)), start
         if stop and (count >= enough(bound, log_gate.detach(), sparsity)).all():
             break
     return out, total
@@ -503,14 +514,14 @@ def mix(x):
     x = (x ^ ((x >> 16) & 0xffff)) * 0x45d9f3b
     return x ^ ((x >> 16) & 0xffff)
 
-def dropout_mask(noise, distance, dropout, dtype):
-    """1 / (1 - dropout) where a weight stays, else 0, for distance = i - j"""
-    x = mix(noise + distance.to(torch.int32) * -0x61c88647)     # 2^32 / golden ratio: far apart
+def dropout_mask(noise, i_minus_j, dropout, dtype):
+    """1 / (1 - dropout) where a weight stays, else 0"""
+    x = mix(noise + i_minus_j.to(torch.int32) * -0x61c88647)    # 2^32 / golden ratio, as an int32
     return ((x & 0x7fffffff) >= int(dropout * 2 ** 31)).to(dtype) / (1 - dropout)
 
 # Tiles. Queries and keys are cut into blocks; a tile is one block of queries against one of keys.
 # One function computes a tile, torch.func.vjp of that same function its gradients, and both go
-# through torch.compile. A call has its price: the tiles of all heads and several blocks share one.
+# through torch.compile. Calls are expensive, so one takes tiles of many heads and several blocks.
 
 def compiled(function):
     """torch.compile, or after one warning the function itself where there is no compiler."""
@@ -519,14 +530,18 @@ def compiled(function):
     @functools.wraps(function)
     def call(*args):
         nonlocal fast
-        if compiled.broken or len(args[0]) == 1:    # a lone tile would be compiled once more
+        if compiled.broken:
             return function(*args)
-        fast = fast or torch.compile(function, dynamic=False, recompile_limit=64, options={
-            'max_pointwise_cat_inputs': 0, 'max_complex_pointwise_cat_inputs': 0})  # cat in place
-        for x in args:                              # compile once for any number of tiles
-            if isinstance(x, torch.Tensor) and x.dim() == 3:
+        is_tiles = [isinstance(x, torch.Tensor) and x.dim() == 3 for x in args]
+        if len(args[0]) == 1:       # torch.compile would specialise on 1: pass a lone tile twice
+            args = [torch.cat([x, x]) if tiles else x for x, tiles in zip(args, is_tiles)]
+            return tuple(x[:1] for x in call(*args))
+        for x, tiles in zip(args, is_tiles):
+            if tiles:               # any number of them, the one size that is not static
                 torch._dynamo.maybe_mark_dynamic(x, 0)
         try:
+            fast = fast or torch.compile(function, dynamic=False, recompile_limit=64, options={
+                'max_pointwise_cat_inputs': 0, 'max_complex_pointwise_cat_inputs': 0})  # see tile
             return fast(*args)
         except torch._dynamo.exc.TorchDynamoException as error:
             compiled.broken = True
@@ -541,36 +556,43 @@ def tile(q, k, v, log_gate, count, seen, noise, sparsity, dropout):
     """
     What N tiles add to their queries' `out` (N, block, D) and `total` (N, block, 1), and `count`
     with their kept keys. q (N, block, D), k (N, D, block), v (N, block, D), the rest (N, block, 1);
-    `seen` (block, 1) is the last key, as a place in the tile, that a query may see.
+    `seen` (block, 1) is a query's position, counted from the first key of the tile.
 
     c_ij could be count + keep @ torch.ones(block, block).tril(), but that is a matmul as large as
-    q @ k. So the keys of a block are dealt out like cards into PLANES hands: plane p holds the keys
-    p, p + PLANES, p + 2 PLANES, ... A group, one key of each plane, is then PLANES keys in a row.
-    How many are kept in the groups further right takes a triangle PLANES^2 times smaller; inside a
-    group it takes PLANES additions of whole planes.
+    q @ k. So the keys of a block come dealt out like cards into PLANES hands (see cut): first plane
+    0 with the keys 0, PLANES, 2 PLANES, ..., then plane 1 with the keys after those, and so on. A
+    group, one key of each plane, is then PLANES keys in a row. How many are kept in the groups
+    further right takes a triangle PLANES^2 times smaller; inside a group it takes PLANES additions
+    of whole planes. (The compiler writes each plane straight into torch.cat's result: see options.)
     """
-    planes = (q @ k / math.sqrt(q.size(-1))).unflatten(-1, (PLANES, -1)).unbind(-2)
-    groups = planes[0].size(-1)                                 # a plane is (N, block, groups)
-    ones = torch.ones(groups, groups, device=q.device, dtype=q.dtype)
-    ahead = seen - PLANES * torch.arange(groups, device=q.device, dtype=q.dtype)    # of each group
-    keep = [(ahead >= p) & (s > 0 if sparsity else True) for p, s in enumerate(planes)]
-    kept = sum(x.to(q.dtype) for x in keep).expand_as(planes[0])
-    count = count + kept @ ones.tril(-1)                        # kept in the groups further right
-    log_gate = log_gate.expand_as(count)                        # so that its gradient is one sum
+    planes = (q @ k).unflatten(-1, (PLANES, -1)).unbind(-2)     # PLANES times (N, block, groups)
+    planes = [s / math.sqrt(q.size(-1)) for s in planes]        # by plane: one pass less backward
+    groups = planes[0].size(-1)
+    ahead = seen - PLANES * torch.arange(groups, device=q.device, dtype=q.dtype)
+    keep = [(ahead >= p).expand_as(s) for p, s in enumerate(planes)]        # i - j is ahead - p
+    if sparsity:
+        keep = [x & (s > 0) for x, s in zip(keep, planes)]
+    kept = sum(x.to(q.dtype) for x in keep)                     # in each group
+    triangle = torch.ones(groups, groups, device=q.device, dtype=q.dtype).tril(-1)
+    c = count + kept @ triangle                                 # kept in the groups further right
+    log_gate = log_gate.expand_as(c)                            # one sum for its gradient, not many
     weights = []
     for p in reversed(range(PLANES)):
-        count = count + keep[p]                                 # c_ij
-        logits = torch.where(keep[p], planes[p] + log_gate * (count - 1), -math.inf)
+        c = c + keep[p]                                         # c_ij
+        logits = torch.where(keep[p], planes[p] + log_gate * (c - 1), -math.inf)
         weights.insert(0, logits.exp())
     total = sum(weights).sum(-1, keepdim=True)
     if dropout:
         weights = [w * dropout_mask(noise, ahead - p, dropout, q.dtype)
                    for p, w in enumerate(weights)]
-    return (torch.cat(weights, -1) @ v, total), count[..., :1]
+    return torch.cat(weights, -1) @ v, total, c[..., :1]
 
 def tile_gradients(dout, dtotal, q, k, v, log_gate, *rest):
     """The gradients of q, k, v and log_gate from those of out and total, and count again."""
-    _, vjp, count = torch.func.vjp(lambda *x: tile(*x, *rest), q, k, v, log_gate, has_aux=True)
+    def sums(*inputs):
+        out, total, count = tile(*inputs, *rest)
+        return (out, total), count
+    _, vjp, count = torch.func.vjp(sums, q, k, v, log_gate, has_aux=True)
     return *vjp((dout, dtotal)), count
 
 fast_tile, fast_gradients = compiled(tile), compiled(tile_gradients)
@@ -579,34 +601,40 @@ def tiled_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
     """
     The same as plain_walk, for many queries. Keys are padded on the right to whole blocks, queries
     on both sides to the same grid. No real query sees a padded key, which lies in its future, and
-    padded queries are cut off again. Of all this, autograd takes care; the walk has its own.
+    padded queries are cut off again. All of this is left to autograd; Walk has its own backward.
     """
     (B, H, Tq, _), T = q.shape, k.size(2)
-    block, size, patience = 128 if T > 256 else 64, 2 ** 19, 1
+    block = 128 if T > 256 else 64
+    scores_a_call, patience = 2 ** 18, 1                        # patience: see Walk
     if q.device.type != 'cpu':                                  # a GPU wants calls few and large
-        block, size, patience = 2 * block, 2 ** 25, 8
-    offset, left = divmod(T - Tq, block)                        # blocks before the first query's
+        block, scores_a_call, patience = 2 * block, 2 ** 25, 8
+    offset, left = divmod(T - Tq, block)    # blocks before the first query's, and places in its own
     right = -T % block
 
-    def cut(x, left=0, planes=1, turn=False):
-        """(B, H, T, D) -> (blocks * B * H, block, D): block by block, all heads of one together"""
-        x = F.pad(x, (0, 0, left, right)) if left or right else x
+    def cut(x, pad=0, planes=1, turn=False):
+        """
+        (B, H, T, D) -> (blocks * B * H, block, D): block by block, all heads of one together, each
+        block dealt into planes. turn: (blocks * B * H, D, block)
+        """
+        x = F.pad(x, (0, 0, pad, right)) if pad or right else x
         x = x.unflatten(2, (-1, block // planes, planes)).permute(2, 0, 1, 4, 3, 5)
         return x.movedim(5, 3).flatten(4).flatten(0, 2) if turn else x.flatten(3, 4).flatten(0, 2)
 
-    exits = T > patience * block                                # else the walk is over before
-    needed = enough(bound, log_gate.detach(), sparsity) if exits else None
-    sums = walk_tiles(cut(q, left), cut(k, 0, PLANES, turn=True), cut(v, 0, PLANES),
-                      *(x if x is None else cut(x[..., None], left) for x in (log_gate, needed, noise)),
-                      B * H, offset, size // block ** 2, patience, sparsity, dropout)
-    sums = (x.unflatten(0, (-1, B, H)).movedim(0, 2).flatten(2, 3) for x in sums)
-    return (x[:, :, left:left + Tq] if left or right else x for x in sums)
+    needed = None                           # padded with 0: padded queries are done at once
+    if T > patience * block:                # else the walk is over before anyone asks
+        needed = enough(bound, log_gate.detach(), sparsity)
+    per_query = [x if x is None else cut(x[..., None], left) for x in (log_gate, needed, noise)]
+    sums = Walk.apply(cut(q, left), cut(k, 0, PLANES, turn=True), cut(v, 0, PLANES), *per_query,
+                      B * H, offset, scores_a_call // block ** 2, patience, sparsity, dropout)
+    sums = [x.unflatten(0, (-1, B, H)).movedim(0, 2).flatten(2, 3) for x in sums]
+    return [x[:, :, left:left + Tq] for x in sums] if left or right else sums
 
 class Walk(torch.autograd.Function):
     """
-    All tiles of q (N, block, D) against k and v, right to left. As tiles are stored, the key block
-    d to the left, for any run of query tiles, is one slice; once many of a run have made the early
-    exit, the others are picked out by index. The steps are kept: the backward pass repeats them.
+    All tiles of q (N, block, D) against k and v, right to left. Tile n is head n % heads of block
+    n // heads, so the keys d blocks to the left of a run of query tiles are one slice. Once many of
+    a run have made the early exit, the others are picked out by index. The steps are recorded, and
+    the backward pass repeats them.
     """
     @staticmethod
     def forward(ctx, q, k, v, log_gate, needed, noise, heads, offset, chunk, patience, *options):
@@ -621,23 +649,24 @@ class Walk(torch.autograd.Function):
             while len(run):
                 lo, hi, shift = int(run[0]), int(run[-1]) + 1, (offset - d) * heads
                 i, j = slice(lo, hi), slice(lo + shift, hi + shift)
-                if hi - lo > len(run):
+                if hi - lo > len(run):                                  # some are done: gaps
                     i, j = index, index + shift
                 seen = place + d * block if d else place
-                (o, t), count[i] = fast_tile(q[i], k[j], v[j], log_gate[i], count[i], seen,
-                                             noise if noise is None else noise[i], *options)
-                add(out, i, o)
-                add(total, i, t)
+                more_out, more_total, count[i] = fast_tile(
+                    q[i], k[j], v[j], log_gate[i], count[i], seen,
+                    None if noise is None else noise[i], *options)
+                add(out, i, more_out)
+                add(total, i, more_total)
                 ctx.steps.append((i, j, seen))
-                # who is done? a GPU has to be waited for: it is asked after 8, 16, 32, ... steps
+                # who is done? a GPU has to be waited for: it is asked at d = 8, 16, 32, ...
                 if d >= patience and (patience == 1 or d & (d - 1) == 0):
                     done = (count[i] >= needed[i]).flatten(1).all(1).cpu()
                     if 2 * done.sum() >= len(done):                     # picking costs too
                         run = run[~done]
-                        index = run.to(q.device)
+                        index = run.to(q.device)                        # the same numbers there
                 d += 1
                 gone = int((run < (d - offset) * heads).sum())          # they have met all keys
-                run, index = run[gone:], index if index is None else index[gone:]
+                run, index = run[gone:], None if index is None else index[gone:]
         return out, total
 
     @staticmethod
@@ -650,16 +679,14 @@ class Walk(torch.autograd.Function):
             for i, j, seen in ctx.steps:
                 *gradients, count[i] = fast_gradients(
                     dout[i], dtotal[i], q[i], k[j], v[j], log_gate[i], count[i], seen,
-                    noise if noise is None else noise[i], *ctx.options)
+                    None if noise is None else noise[i], *ctx.options)
                 for x, at, part in zip((dq, dk, dv, dlog_gate), (i, j, j, i), gradients):
                     add(x, at, part)
         return dq, dk, dv, dlog_gate, *[None] * 8
 
 def add(x, i, part):
-    """x[i] += part, which for a slice would end in a copy of x[i] onto itself"""
+    """x[i] += part, without the copy of x[i] onto itself in which += ends for a slice"""
     if isinstance(i, slice):
         x[i].add_(part)
     else:
         x[i] += part
-
-walk_tiles = torch.compiler.disable(Walk.apply)     # a compiled model must not unroll the walk
