@@ -169,7 +169,7 @@ def test_compiled_kernel_equals_dense(T, dropout, compiling):
     xs = inputs(3, 4, T, 16, torch.float32, seed=5)
     noise = random_rows(xs)
     out = tra_blockwise(*xs, dropout=dropout, noise=noise)
-    same_with_gradients(out, tra_dense(*xs, dropout_mask=full_mask(noise, xs, dropout)), xs, 1e-5)
+    same_with_gradients(out, tra_dense(*xs, dropped=full_mask(noise, xs, dropout)), xs, 1e-5)
     assert not tra.compiled.broken
 
 @pytest.mark.parametrize('T, Tq', [(65, 1), (65, 64), (300, 17), (300, 128), (300, 299),
@@ -337,7 +337,7 @@ def test_dropout_in_the_kernel_equals_dense(plain, monkeypatch):
         xs = inputs(2, 2, T, 4, seed=T, Tq=Tq)
         noise = random_rows(xs)
         out = tra_blockwise(*xs, dropout=0.3, noise=noise)
-        same_with_gradients(out, tra_dense(*xs, dropout_mask=full_mask(noise, xs, 0.3)), xs, 1e-10)
+        same_with_gradients(out, tra_dense(*xs, dropped=full_mask(noise, xs, 0.3)), xs, 1e-10)
         assert torch.equal(out, tra_blockwise(*xs, dropout=0.3, noise=noise))
         assert not torch.allclose(out, tra_blockwise(*xs))
         a, b = (tra_blockwise(*xs, dropout=0.3) for _ in range(2))

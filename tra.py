@@ -12,7 +12,7 @@ altogether, and distance counts only the keys that stayed:
     s_ij    = q_i . k_j / sqrt(D)                 q and k RMS-normalised over the head dimension D
     keep_ij = (j <= i) and (s_ij > 0)             selective sparsity
     c_ij    = #{ m kept by i : j <= m <= i }      contextual distance: the nearest kept key is at 1
-    g_i     = log sigmoid(w . x_i + b)  <= 0      x_i is the layer's input; w and b are the head's
+    g_i     = log sigmoid(w . x_i + b)  <= 0      x_i is what attention reads; w, b the head's
     l_ij    = s_ij + g_i c_ij                     where kept
     a_ij    = softmax of l_ij over the kept j     a row that keeps nothing outputs exactly 0
     o_i     = sum_j a_ij v_j
@@ -27,7 +27,7 @@ cannot add up.
 
 Reading order: `tra_dense` is the formula; then the model around it, as in nanoGPT; then the other
 attentions it is compared with. After the divider the same formula again, fast and in memory linear
-in T: `tra_blockwise`, which is what runs. "The notebook" is the authors' only published code.
+in T: `tra_blockwise`, which is what runs.
 
 Sizes: B batch, T sequence, Tq queries (the last of the T), C embedding, H heads, D = C / H.
 Written for PyTorch 2.13.
@@ -54,7 +54,7 @@ class Config:
     tra_distance: bool = True      # False: ablation, keys are dropped, without a distance term
     rope_theta: float = 500_000.0  # base of the rotary angles
     cope_npos: int = 64            # number of positions CoPE can tell apart
-    pre_norm: bool = True          # False: the notebook's blocks, which trained far worse
+    pre_norm: bool = True          # False: the blocks of the authors' notebook: far worse
     keep_at_start: bool = False    # True: keeps nearly every key at first: Decoder.keep_all
 
     def __post_init__(self):
@@ -90,11 +90,12 @@ def in_full_precision(attention):
 # TRA, the formula
 
 @in_full_precision
-def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropout_mask=1.0):
+def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropped=1.0):
     """
     TRA as the equations say it, with T x T matrices: the function to learn from.
 
-    q (B, H, Tq, D), k and v (B, H, T, D), log_gate g (B, H, Tq). Tq is T, or 1 in decoding.
+    q (B, H, Tq, D), k and v (B, H, T, D), log_gate g (B, H, Tq). Dropout, in tests, is a factor
+    0 or 1 / (1 - p) for each weight.
 
     `keep` and `count` come from comparisons: to the gradient they are constants. s, g and v learn
     through the keys that are kept; a dropped key learns nothing from that query.
@@ -110,10 +111,10 @@ def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropout_mask=1.0)
     logits = scores                                             # l_ij
     if distance:
         logits = logits + log_gate[..., None] * count
-    lowest = torch.finfo(q.dtype).min                           # -inf: an empty row would be NaN
+    lowest = torch.finfo(q.dtype).min                           # with -inf, empty rows would be NaN
     weights = logits.masked_fill(~keep, lowest).softmax(-1)
     weights = weights.masked_fill(~keep, 0)                     # a_ij
-    return (weights * dropout_mask) @ v                         # o_i      (B, H, Tq, D)
+    return (weights * dropped) @ v                              # o_i      (B, H, Tq, D)
 
 # --------------------------------------------------------------------------------------------------
 # The model
@@ -136,6 +137,7 @@ class Attention(nn.Module):
         """x (B, T, C) to q (B, H, T, D), k and v of all tokens so far, and what else is needed."""
         config = self.config
         q, k, v = self.qkv(x).unflatten(-1, (3, config.n_head, -1)).transpose(1, 3).unbind(2)
+        # each (B, H, T, D); norms come in float32 where autocast is on
         q, k = (F.rms_norm(y, y.shape[-1:], eps=1e-6).to(v.dtype) for y in (q, k))  # |q| = sqrt(D)
         if config.attn == 'rope':
             start = 0 if cache is None else cache.length
@@ -143,18 +145,18 @@ class Attention(nn.Module):
         if config.attn in ('tra', 'fot'):
             log_gate = F.logsigmoid(widen(self.gate(x))).transpose(1, 2)                # (B, H, T)
         # FoT's gates belong to keys and have to be cached with them, TRA's gate is the query's own
-        rest = [k, v, log_gate] if config.attn == 'fot' else [k, v]
+        keys = [k, v, log_gate] if config.attn == 'fot' else [k, v]
         if cache is not None:
-            rest = cache.append(*rest)
+            keys = cache.append(*keys)
         if config.attn == 'cope':
-            rest = [*rest, self.table]
+            return q, *keys, self.table
         if config.attn == 'tra':
-            bound = 1.01 * math.sqrt(q.size(-1))    # no score is larger, rounding errors included
-            rest = [*rest, log_gate, config.tra_sparsity, config.tra_distance, bound]
-        return q, *rest
+            bound = 1.01 * math.sqrt(q.size(-1))    # tra_blockwise asks: no score is larger
+            return q, *keys, log_gate, config.tra_sparsity, config.tra_distance, bound
+        return q, *keys
 
     def attend(self, q, k, v, *rest):
-        """(B, H, T, D); with v = torch.eye(T) in eval mode, the weights a_ij themselves."""
+        """(B, H, T, D); in eval mode, with an identity matrix for v, the weights a_ij."""
         dropout = self.config.dropout if self.training else 0.0
         return ATTENTIONS[self.config.attn](q, k, v, *rest, dropout=dropout)
 
@@ -189,7 +191,7 @@ class Block(nn.Module):
         if self.pre_norm:
             x = x + self.attn(self.norm1(x), cache)
             return x + self.mlp(self.norm2(x))
-        x = self.norm1(x)                                       # the notebook: norms replace it
+        x = self.norm1(x)                                       # the normed x is the stream
         x = self.norm2(x + self.attn(x, cache))
         return x + self.mlp(x)
 
@@ -226,8 +228,8 @@ class Decoder(nn.Module):
         starts below 0 tends to stay there. Here, embeddings get a common direction u and
         W_q u = W_k u = z: every query shares a part with every key, nearly all scores start above
         0, and training decides what to drop. z (0.1) is larger than the other weights (0.02), or
-        they would soon outgrow it. The gates start fast in the first layer, for neighbours, and
-        slow in the last, for keys far away. Other attentions start alike, for comparison.
+        they would soon outgrow it. The gates start small in the first layer, for neighbours, and
+        near 1 in the last, for keys far away. Other attentions start alike, for comparison.
         """
         C = self.config.n_embd
         u = F.normalize(torch.randn(C), dim=0)
@@ -249,7 +251,7 @@ class Decoder(nn.Module):
     def forward(self, idx, targets=None, cache=None):
         """
         idx (B, T) -> logits (B, T, vocab_size), and the mean cross-entropy over the targets that
-        are not -1 (or None).
+        are not -1; None without targets.
         """
         logits, loss = self.head(self.trunk(idx, cache)), None
         if targets is not None:
@@ -307,7 +309,7 @@ class Cache:
 
 # --------------------------------------------------------------------------------------------------
 # The attentions that TRA is compared with, all causal, all with s_ij = q_i . k_j / sqrt(D) of the
-# same normalised q and k. Shapes as above: q (B, H, Tq, D), k and v (B, H, T, D).
+# same normalised q and k. Under autocast their scores are in 16 bits; TRA's are not.
 
 ROWS = 1024  # queries at a time, so that evaluation needs no matrix of T x T
 
@@ -347,7 +349,7 @@ def rotate(x, start, theta):
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 def alibi_slopes(H, device=None):
-    """2^(-8h / H), h = 1 .. H; if H is no power of two, that below, then its h = 1/2, 3/2, ..."""
+    """2^(-8h / H), h = 1 .. H; else the power of two below H, then h = 1/2, 3/2, ... of the same"""
     power = 2 ** math.floor(math.log2(H))
     whole, half = torch.arange(1, power + 1, device=device), torch.arange(H - power, device=device)
     return torch.exp2(torch.cat([whole, half + 0.5]) * -8 / power)
@@ -402,7 +404,7 @@ def stick(q, k, v, dropout=0.0):
 # Each is called with what Attention.project returns, and dropout=. A new attention of q, k and v is
 # such a function and a line here; one that needs more gets it in project.
 ATTENTIONS = {
-    'tra': lambda *args, **options: tra_blockwise(*args, **options),    # or tra_dense(*args[:6])
+    'tra': lambda *args, dropout: tra_blockwise(*args, dropout=dropout),    # defined below
     'rope': nope,                                                       # project has rotated q, k
     'nope': nope,
     'alibi': alibi,
@@ -413,7 +415,7 @@ ATTENTIONS = {
 }
 
 # ==================================================================================================
-# You have read TRA. The rest computes tra_dense faster, and in memory linear in T.
+# You have read TRA. The rest computes tra_dense faster.
 #
 # The idea is FlashAttention's, walked from right to left: go through the keys a span at a time,
 # from the query back to the start, and carry for each query how many keys it has kept so far
@@ -460,9 +462,7 @@ def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, bound=None, d
         raise ValueError(f'scores may reach {bound:.0f}, and exp overflows: RMS-normalise q and k')
     if not distance:
         log_gate = torch.zeros_like(log_gate)
-    if not dropout:
-        noise = None
-    elif noise is None:
+    if dropout and noise is None:
         noise = torch.randint(2 ** 31, log_gate.shape, device=q.device, dtype=torch.int32)
     walk = plain_walk if Tq <= PLAIN else tiled_walk
     out, total = walk(q, k, v, log_gate, noise, sparsity, bound, dropout)
@@ -471,9 +471,9 @@ def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, bound=None, d
 def enough(bound, log_gate, sparsity):
     """How many kept keys make the rest of a row too small to matter; infinite for g = 0."""
     least = 0 if sparsity else -bound                           # the nearest key's score, at least
-    tail = bound - torch.log(-torch.expm1(log_gate)) - least    # log(tail / sum so far) at c = 0
+    log_share = bound - torch.log(-torch.expm1(log_gate)) - least           # of the tail at c = 0
     rounding = math.log(torch.finfo(log_gate.dtype).eps / 64)   # with a margin
-    return ((tail - rounding) / log_gate.abs()).clamp(min=1)    # 1: or the sum so far may be 0
+    return ((log_share - rounding) / log_gate.abs()).clamp(min=1)    # 1: or the sum so far may be 0
 
 def plain_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
     """
@@ -541,7 +541,7 @@ def compiled(function):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
         try:
             fast = fast or torch.compile(function, dynamic=False, recompile_limit=64, options={
-                'max_pointwise_cat_inputs': 0, 'max_complex_pointwise_cat_inputs': 0})  # see tile
+                'max_pointwise_cat_inputs': 0, 'max_complex_pointwise_cat_inputs': 0})
             return fast(*args)
         except torch._dynamo.exc.TorchDynamoException as error:
             compiled.broken = True
@@ -558,15 +558,15 @@ def tile(q, k, v, log_gate, count, seen, noise, sparsity, dropout):
     with their kept keys. q (N, block, D), k (N, D, block), v (N, block, D), the rest (N, block, 1);
     `seen` (block, 1) is a query's position, counted from the first key of the tile.
 
-    c_ij could be count + keep @ torch.ones(block, block).tril(), but that is a matmul as large as
+    c_ij could be count + keep @ torch.ones(block, block).tril(), but that matmul is no smaller than
     q @ k. So the keys of a block come dealt out like cards into PLANES hands (see cut): first plane
     0 with the keys 0, PLANES, 2 PLANES, ..., then plane 1 with the keys after those, and so on. A
     group, one key of each plane, is then PLANES keys in a row. How many are kept in the groups
     further right takes a triangle PLANES^2 times smaller; inside a group it takes PLANES additions
-    of whole planes. (The compiler writes each plane straight into torch.cat's result: see options.)
+    of whole planes. (The options of `compiled` make torch.cat no pass of its own.)
     """
     planes = (q @ k).unflatten(-1, (PLANES, -1)).unbind(-2)     # PLANES times (N, block, groups)
-    planes = [s / math.sqrt(q.size(-1)) for s in planes]        # by plane: one pass less backward
+    planes = [s / math.sqrt(q.size(-1)) for s in planes]        # before unbind it costs a pass
     groups = planes[0].size(-1)
     ahead = seen - PLANES * torch.arange(groups, device=q.device, dtype=q.dtype)
     keep = [(ahead >= p).expand_as(s) for p, s in enumerate(planes)]        # i - j is ahead - p
@@ -605,7 +605,7 @@ def tiled_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
     """
     (B, H, Tq, _), T = q.shape, k.size(2)
     block = 128 if T > 256 else 64
-    scores_a_call, patience = 2 ** 18, 1                        # patience: see Walk
+    scores_a_call, patience = 2 ** 18, 1        # patience: steps before the early exit is tried
     if q.device.type != 'cpu':                                  # a GPU wants calls few and large
         block, scores_a_call, patience = 2 * block, 2 ** 25, 8
     offset, left = divmod(T - Tq, block)    # blocks before the first query's, and places in its own
@@ -620,52 +620,52 @@ def tiled_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
         x = x.unflatten(2, (-1, block // planes, planes)).permute(2, 0, 1, 4, 3, 5)
         return x.movedim(5, 3).flatten(4).flatten(0, 2) if turn else x.flatten(3, 4).flatten(0, 2)
 
-    needed = None                           # padded with 0: padded queries are done at once
-    if T > patience * block:                # else the walk is over before anyone asks
-        needed = enough(bound, log_gate.detach(), sparsity)
+    needed = enough(bound, log_gate.detach(), sparsity) if T > patience * block else None
+    # padded with 0, so that padded queries are done at once
     per_query = [x if x is None else cut(x[..., None], left) for x in (log_gate, needed, noise)]
     sums = Walk.apply(cut(q, left), cut(k, 0, PLANES, turn=True), cut(v, 0, PLANES), *per_query,
                       B * H, offset, scores_a_call // block ** 2, patience, sparsity, dropout)
     sums = [x.unflatten(0, (-1, B, H)).movedim(0, 2).flatten(2, 3) for x in sums]
-    return [x[:, :, left:left + Tq] for x in sums] if left or right else sums
+    return [x[:, :, left:left + Tq] if left or right else x for x in sums]  # a slice costs a pass
 
 class Walk(torch.autograd.Function):
     """
-    All tiles of q (N, block, D) against k and v, right to left. Tile n is head n % heads of block
-    n // heads, so the keys d blocks to the left of a run of query tiles are one slice. Once many of
-    a run have made the early exit, the others are picked out by index. The steps are recorded, and
-    the backward pass repeats them.
+    All tiles of q (N, block, D) against k and v, right to left. Tile n is head n % BH of block
+    n // BH, with BH heads in the batch, so the keys d blocks to the left of a run of query tiles are
+    one slice. Once many of a run have made the early exit, the others are picked out by index. The
+    steps are recorded, and the backward pass repeats them.
     """
     @staticmethod
-    def forward(ctx, q, k, v, log_gate, needed, noise, heads, offset, chunk, patience, *options):
+    def forward(ctx, q, k, v, log_gate, needed, noise, BH, offset, tiles_a_call, patience,
+                *options):
         N, block, _ = q.shape
         out = v.new_zeros(N, block, v.size(2))
         total, count = log_gate.new_zeros(2, *log_gate.shape)
-        place = torch.arange(block, device=q.device, dtype=q.dtype)[:, None]
+        seen = torch.arange(len(k) // BH * block, device=q.device, dtype=q.dtype)
+        seen = seen.view(-1, block, 1)                                  # seen[d]: see tile
         ctx.save_for_backward(q, k, v, log_gate, noise)
         ctx.steps, ctx.options = [], options
-        for start in range(0, N, chunk):
-            run, index, d = torch.arange(start, min(start + chunk, N)), None, 0
+        for start in range(0, N, tiles_a_call):
+            run, index, d = torch.arange(start, min(start + tiles_a_call, N)), None, 0
             while len(run):
-                lo, hi, shift = int(run[0]), int(run[-1]) + 1, (offset - d) * heads
+                lo, hi, shift = int(run[0]), int(run[-1]) + 1, (offset - d) * BH
                 i, j = slice(lo, hi), slice(lo + shift, hi + shift)
                 if hi - lo > len(run):                                  # some are done: gaps
                     i, j = index, index + shift
-                seen = place + d * block if d else place
                 more_out, more_total, count[i] = fast_tile(
-                    q[i], k[j], v[j], log_gate[i], count[i], seen,
-                    None if noise is None else noise[i], *options)
+                    pick(q, i), pick(k, j), pick(v, j), pick(log_gate, i), pick(count, i), seen[d],
+                    pick(noise, i), *options)
                 add(out, i, more_out)
                 add(total, i, more_total)
-                ctx.steps.append((i, j, seen))
-                # who is done? a GPU has to be waited for: it is asked at d = 8, 16, 32, ...
+                ctx.steps.append((i, j, seen[d]))
+                # who is done? the CPU is asked at every step, a GPU, which must wait, at 8, 16, ...
                 if d >= patience and (patience == 1 or d & (d - 1) == 0):
                     done = (count[i] >= needed[i]).flatten(1).all(1).cpu()
                     if 2 * done.sum() >= len(done):                     # picking costs too
                         run = run[~done]
                         index = run.to(q.device)                        # the same numbers there
                 d += 1
-                gone = int((run < (d - offset) * heads).sum())          # they have met all keys
+                gone = int((run < (d - offset) * BH).sum())          # they have met all keys
                 run, index = run[gone:], None if index is None else index[gone:]
         return out, total
 
@@ -678,15 +678,21 @@ class Walk(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             for i, j, seen in ctx.steps:
                 *gradients, count[i] = fast_gradients(
-                    dout[i], dtotal[i], q[i], k[j], v[j], log_gate[i], count[i], seen,
-                    None if noise is None else noise[i], *ctx.options)
+                    pick(dout, i), pick(dtotal, i), pick(q, i), pick(k, j), pick(v, j),
+                    pick(log_gate, i), pick(count, i), seen, pick(noise, i), *ctx.options)
                 for x, at, part in zip((dq, dk, dv, dlog_gate), (i, j, j, i), gradients):
                     add(x, at, part)
         return dq, dk, dv, dlog_gate, *[None] * 8
 
+# x[i] and x[i] += part are slow where i is an index, and for a slice += ends in a copy onto itself
+
+def pick(x, i):
+    if x is None or isinstance(i, slice):
+        return x if x is None else x[i]
+    return x.index_select(0, i)
+
 def add(x, i, part):
-    """x[i] += part, without the copy of x[i] onto itself in which += ends for a slice"""
     if isinstance(i, slice):
         x[i].add_(part)
     else:
-        x[i] += part
+        x.index_add_(0, i, part)
