@@ -244,14 +244,12 @@ def flipflop(rng, n, lo, length, split, p_ignore, **_):
     instruction[:, 0], instruction[:, -1] = WRITE, READ
     bit = rng.integers(0, 2, (n, pairs))
     read = instruction == READ
-    # the largest index of a write so far is the last write
     writes = np.where(instruction == WRITE, np.arange(pairs), 0)
-    last_write = np.maximum.accumulate(writes, axis=1)
+    last_write = np.maximum.accumulate(writes, axis=1)      # the largest index so far
     bit = np.where(read, np.take_along_axis(bit, last_write, axis=1), bit)
     idx = np.stack((instruction, bit), axis=2).reshape(n, length)
-    targets = np.full_like(idx, -1)
-    targets[:, ::2] = np.where(read, bit, -1)
-    return idx, targets
+    targets = np.stack((np.where(read, bit, -1), np.full_like(bit, -1)), axis=2)
+    return idx, targets.reshape(n, length)
 
 # -----------------------------------------------------------------------------
 # copy, induct and instruct: n sequences of lo to hi symbols each, padded on the right to the width
@@ -347,10 +345,8 @@ def instruct(rng, n, lo, hi, n_symbols, repeats, split, **_):
     tick, even, end = (first_mark + (INSTRUCTIONS + ANSWERS).index(c) for c in '+0.')
     x, used, sep = draw(rng, n, lo, hi, n_symbols, repeats)
     size = used[:, None]                                                    # (n, 1) to meet x
-    if split in KINDS:
-        kind = np.full((n, 1), KINDS.index(split))
-    else:
-        kind = rng.integers(0, len(KINDS), (n, 1))
+    kind = (np.full((n, 1), KINDS.index(split)) if split in KINDS else
+            rng.integers(0, len(KINDS), (n, 1)))
     _, is_reverse, is_first, is_last, is_count, is_parity = (kind == k for k in range(len(KINDS)))
     place = np.arange(hi)
     source = np.select([is_reverse, is_last], [size - 1 - place, size - 1], place)
@@ -369,7 +365,7 @@ def wikitext(rng, n, lo, length, split, tokens, **_):
         targets  upon a time
     """
     last = len(tokens[split]) - length - 1
-    check(last >= 0, f'wikitext length {length} is beyond the {len(tokens[split])} tokens of {split}')
+    check(last >= 0, f'length {length} is beyond the {len(tokens[split])} tokens of {split}')
     starts = (rng.integers(0, last + 1, n) if split == 'train' else
               np.linspace(0, last, n).astype(np.int64))
     x = tokens[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
@@ -564,19 +560,17 @@ def download(dataset, data_dir):
         print(f'downloading {url}', flush=True)
         try:
             fetch(url, part, have)
+            if sha256(part) == expected:
+                os.replace(part, path)
+                return path
+            part.unlink()
+            failures[url] = 'a file with the wrong sha256'
+            mirrors += [url] if have else []        # perhaps what was there before was wrong
         except (requests.RequestException, ValueError) as error:    # ValueError: odd headers
             failures[url] = str(error)[:100]
-            wait = BACKOFF * 2 ** (tries - 1)
-            print(f'next try in {wait:.0f} s: {failures[url]}', flush=True)
-            time.sleep(wait)
+            print(failures[url], flush=True)
+            time.sleep(BACKOFF * 2 ** (tries - 1))
             mirrors.append(url)
-            continue
-        if sha256(part) == expected:
-            os.replace(part, path)
-            return path
-        part.unlink()
-        failures[url] = 'a file with the wrong sha256'
-        mirrors += [url] if have else []        # perhaps what was there before was wrong
     raise ValueError(f'no mirror delivered {dataset}: {failures}; if you have it, use --from=PATH')
 
 def find_texts(path):
@@ -592,8 +586,7 @@ def find_texts(path):
     for split, theirs in BINS.items():
         names = (f'wiki.{theirs}.raw', f'wiki.{theirs}.tokens')
         found = [file for file in files if file[0] in names and file[1] > 0]
-        check(len(found) == 1, f'{path} must hold one {" or ".join(names)} with text in it, '
-                               f'not {len(found)}')
+        check(len(found) == 1, f'{path} must have one {" or ".join(names)}, not {len(found)}')
         texts[split] = found[0]
     return texts
 
@@ -657,17 +650,6 @@ def prepare(dataset, tokenizer='gpt2', data_dir='data', source=None):
 # -----------------------------------------------------------------------------
 # command line
 
-def show(args):
-    settings = {key: getattr(args, key) for key in make_task.__kwdefaults__}
-    task = make_task(args.task, args.train_length or args.length, **settings)
-    batches = ([task.batch(args.seed, 0, args.n)] if args.split == 'train' else
-               task.eval_batches(args.split, args.length, args.n, seed=args.seed))
-    for idx, targets in batches:
-        for tokens, target in zip(idx, targets):
-            text = task.decode(tokens).replace('\n', '\\n')         # one sample, one line
-            sample = {'tokens': tokens.tolist(), 'targets': target.tolist(), 'text': text}
-            print(json.dumps(sample, ensure_ascii=False) if args.json else text)
-
 def boolean(text):
     return ('false', 'true').index(text.lower()) == 1
 
@@ -675,8 +657,14 @@ def main():
     parser = Parser(prog='data.py', description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True, metavar='command')
-    defaults = argparse.ArgumentDefaultsHelpFormatter       # adds the defaults to the help
-    add_command = partial(commands.add_parser, formatter_class=defaults)
+    add_command = partial(commands.add_parser,                  # adds the defaults to the help:
+                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for dataset in SOURCES:
+        add = add_command(dataset, help=f'get {dataset} and tokenise it').add_argument
+        add('--from', dest='source', metavar='PATH', help='not the network but a zip or folder '
+            'with wiki.{train,valid,test}.{raw,tokens}')
+        add('--tokenizer', default='gpt2', help=' or '.join(TOKENIZERS))
+        add('--data_dir', default='data', help='where the zip and the tokens go')
     add = add_command('show', help='print samples of a task').add_argument
     add('task', choices=TASKS)
     add('--split', default='train', help='train, val; also test, or sparse, dense, nonstationary')
@@ -688,17 +676,17 @@ def main():
     for key, default in make_task.__kwdefaults__.items():
         kind = boolean if default is True else type(default)
         add(f'--{key}', type=kind, default=default, help='as in train.py')
-    for dataset in SOURCES:
-        add = add_command(dataset, help=f'get {dataset} and tokenise it').add_argument
-        add('--from', dest='source', metavar='PATH', help='not the network but a zip or folder '
-            'with wiki.{train,valid,test}.{raw,tokens}')
-        add('--tokenizer', default='gpt2', help=' or '.join(TOKENIZERS))
-        add('--data_dir', default='data', help='where the zip and the tokens go')
     args = parser.parse_args()
-    if args.command == 'show':
-        show(args)
-    else:
-        prepare(args.command, args.tokenizer, args.data_dir, args.source)
+    if args.command in SOURCES:
+        return prepare(args.command, args.tokenizer, args.data_dir, args.source)
+    settings = {key: getattr(args, key) for key in make_task.__kwdefaults__}
+    task = make_task(args.task, args.train_length or args.length, **settings)
+    batches = ([task.batch(args.seed, 0, args.n)] if args.split == 'train' else
+               task.eval_batches(args.split, args.length, args.n, seed=args.seed))
+    for tokens, targets in (row for batch in batches for row in zip(*batch)):
+        text = task.decode(tokens).replace('\n', '\\n')            # one sample, one line
+        sample = {'tokens': tokens.tolist(), 'targets': targets.tolist(), 'text': text}
+        print(json.dumps(sample, ensure_ascii=False) if args.json else text)
 
 if __name__ == '__main__':
     one_line_errors('data.py', 'stopped; the same command goes on from here')

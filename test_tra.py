@@ -1039,8 +1039,8 @@ LINK.external_attr = 0o120777 << 16
 
 @pytest.mark.parametrize('zip, words', [
     (make_zip(GOOD, (LINK, '/etc/passwd')), 'holds a link'),
-    (make_zip(GOOD, ('wikitext-2-raw/wiki.test.raw', 'x')), 'one wiki.test.raw .* not 2'),
-    (make_zip(GOOD, ('../wiki.test.tokens', 'x')), 'one wiki.test.raw .* not 2'),
+    (make_zip(GOOD, ('wikitext-2-raw/wiki.test.raw', 'x')), 'one wiki.test.raw or .* not 2'),
+    (make_zip(GOOD, ('../wiki.test.tokens', 'x')), 'one wiki.test.raw or .* not 2'),
     (make_zip(GOOD, ('x.ééé', 'x')).replace('ééé'.encode(), b'\xff' * 6), 'cannot be read: .utf-8'),
     (make_zip({'wiki.train.raw': 'x', 'wiki.test.raw': 'x'}), 'one wiki.valid.raw .* not 0'),
     (make_zip({**GOOD, 'wikitext-2-raw/wiki.test.raw': b'\xff\xfe'}), 'cannot be read: .utf-8'),
@@ -1176,7 +1176,7 @@ def test_windows_of_text(tmp_path):
         windows = {tuple(text[i:i + 17]) for i in range(len(text) - 16)}    # each can be drawn
         assert {(*x, y[-1]) for x, y in zip(idx.tolist(), targets.tolist())} == windows
         assert np.array_equal(idx[:, 1:], targets[:, :-1])
-    with pytest.raises(ValueError, match='beyond the 61 tokens of test'):
+    with pytest.raises(ValueError, match='length 61 is beyond the 61 tokens of test'):
         next(task.eval_batches('test', 61, 1))
 
 # --------------------------------------------------------------------------------------------------
