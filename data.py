@@ -166,8 +166,7 @@ def read_checkpoint(path):
     fields = {'model': dict, 'model_config': dict, 'config': dict, 'run': dict, 'step': int}
     for key, kind in fields.items():
         check(isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), kind),
-              f'{path} is no checkpoint of train.py: it has no {key!r}, or its {key!r} is no '
-              f'{kind.__name__}')
+              f'{path} is no checkpoint: it has no {key!r}, or its {key!r} is no {kind.__name__}')
     for name, weight in checkpoint['model'].items():
         check(isinstance(weight, torch.Tensor) and weight.isfinite().all(),
               f'{path} is damaged: weight {name!r} is not a tensor of finite numbers')
@@ -197,8 +196,9 @@ def pick_machine(device='auto', dtype='auto', compile='auto'):
     if dtype == 'auto':
         has_it = kind == 'cuda' and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = 'bfloat16' if has_it else 'float32'
-    chosen = {'device': device, 'dtype': dtype,
-              'compile': kind == 'cuda' if compile == 'auto' else compile}
+    if compile == 'auto':
+        compile = kind == 'cuda'
+    chosen = {'device': device, 'dtype': dtype, 'compile': compile}
     for key, choices in (('dtype', ('float32', 'bfloat16')), ('compile', (True, False))):
         check(chosen[key] in choices, f'{key} {chosen[key]!r} is unknown: auto or one of {choices}')
     reasons = {'device': 'CUDA if there is any', 'dtype': 'bfloat16 if the GPU has it',
@@ -274,17 +274,15 @@ def pack(parts, pad):
     an answer). Answers are scored: the position before an answer token has it as its target.
     """
     n, width = len(parts[0][0]), sum(tokens.shape[1] for tokens, *_ in parts)
-    idx = np.full((n, width), pad)
-    scored = np.zeros((n, width), dtype=bool)
+    idx, targets = np.full((n, width), pad), np.full((n, width), -1)
     end = np.zeros(n, dtype=int)                        # where each row has got to
     for tokens, used, answer in parts:
         used = np.broadcast_to(used, n)
         row, col = np.nonzero(np.arange(tokens.shape[1]) < used[:, None])
         idx[row, end[row] + col] = tokens[row, col]
-        scored[row, end[row] + col] = answer
+        if answer:
+            targets[row, end[row] + col - 1] = tokens[row, col]
         end = end + used
-    targets = np.full_like(idx, -1)
-    targets[:, :-1] = np.where(scored[:, 1:], idx[:, 1:], -1)
     return idx, targets
 
 def copy(rng, n, lo, hi, n_symbols, repeats, **_):
@@ -523,9 +521,8 @@ def sha256(path):
 def fetch(url, part, have):
     """One try to download url into part, which has some bytes of it already."""
     import requests
-    headers = {'User-Agent': USER_AGENT, 'Accept-Encoding': 'identity'}
-    if have:
-        headers['Range'] = f'bytes={have}-'
+    headers = {'User-Agent': USER_AGENT, 'Accept-Encoding': 'identity',
+               'Range': f'bytes={have}-' if have else None}
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
         if answer.status_code == 416:           # nothing after what we have: see the checksum
             return
