@@ -186,11 +186,12 @@ def pick_machine(device='auto', dtype='auto', compile='auto'):
     if device == 'cuda':
         device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
     try:
-        if device.startswith('cuda'):                   # first, or each process opens GPU 0 as well
-            torch.cuda.set_device(device)
+        if device.startswith('cuda'):
+            check(torch.cuda.is_available(), 'torch finds no CUDA')
+            torch.cuda.set_device(device)               # first, or each process opens GPU 0 as well
             torch.set_float32_matmul_precision('high')  # TF32
         torch.zeros(1, device=device).tolist()          # a meta tensor has no number to show
-    except Exception as error:      # a torch without CUDA, too few GPUs, no such kind: all differ
+    except Exception as error:      # too few GPUs, no such kind: torch raises one of many
         raise ValueError(f'device {device!r} does not work here: {error}'.splitlines()[0]) from None
     kind = torch.device(device).type
     if dtype == 'auto':
@@ -357,7 +358,7 @@ def instruct(rng, n, lo, hi, n_symbols, repeats, split, **_):
 
 def wikitext(rng, n, lo, length, split, tokens, **_):
     """
-    Windows of the text, for evaluation spaced evenly over it.
+    Windows of the text, for evaluation spaced evenly over it, whatever the seed.
 
         tokens   Once upon a
         targets  upon a time
@@ -538,10 +539,7 @@ def fetch(url, part, have):
     check(progress.done >= total, 'the connection closed early')
 
 def download(dataset, data_dir):
-    """
-    The path of the official zip. The mirrors take turns, each going on from what is there, until
-    the checksum is right or nothing new has come for a while.
-    """
+    """The path of the official zip. Mirrors take turns, each going on from what is there."""
     import requests
     mirrors, expected = list(SOURCES[dataset]['mirrors']), SOURCES[dataset]['sha256']
     path = Path(data_dir) / mirrors[0].rsplit('/', 1)[-1]
