@@ -18,11 +18,8 @@ Get the text, once (into ./data; a zip or folder you already have will do):
     python data.py wikitext2 --tokenizer=bytes --from=path/to/wikitext-2
 
 Every batch is a pair (idx, targets) of int64 arrays (B, T). targets[b, t] is the token to predict
-after seeing idx[b, :t+1], or -1 where nothing is scored. The examples below print tokens above
-targets, with - for -1.
-
-Training batches depend on (seed, step) alone: a run that resumes at step 700 needs no saved stream.
-Evaluation sets are fixed: no seed and no setting of the training loop changes them.
+after seeing idx[b, :t+1], or -1, printed as - below, where nothing is scored. Training batches
+depend on (seed, step) alone; evaluation sets are fixed, whatever the settings of the training.
 """
 
 import argparse
@@ -31,9 +28,7 @@ import ctypes
 import hashlib
 import io
 import json
-import math
 import os
-import pickle
 import re
 import stat
 import string
@@ -42,11 +37,11 @@ import time
 import warnings
 import zipfile
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count, islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Callable, NamedTuple
 
@@ -62,28 +57,26 @@ def check(ok, message):
 def one_line_errors(prog, stopped='stopped'):
     """
     From here on, what a user can cause ends the program with one line on stderr and exit code 2;
-    other exceptions keep their traceback, and python -i shows it for all. Called first in each
-    script, so that there is one place for this and no `try` around the work.
+    other exceptions keep their traceback, and python -i shows it for all.
     """
     def hook(kind, error, trace):
         text = ' '.join(str(error).split()) or kind.__name__
-        torch_has_none = issubclass(kind, RuntimeError) and re.search(
-            'out of memory|enough memory|allocate memory|size calculation overflowed', text)
+        if issubclass(kind, RuntimeError) and re.search(
+                'out of memory|enough memory|allocate memory|size calculation overflowed', text):
+            kind = MemoryError                          # torch has none
         if issubclass(kind, BrokenPipeError):           # `| head -1` has seen enough
             code, text = 128 + 13, ''
         elif issubclass(kind, KeyboardInterrupt):
             code, text = 130, '\n' + stopped
-        elif issubclass(kind, MemoryError) or torch_has_none:
+        elif issubclass(kind, MemoryError):
             code, text = 2, f'{prog}: this does not fit in memory: {text[:200]}'
         elif issubclass(kind, (ValueError, OSError)):
             code, text = 2, f'{prog}: {text}'
         else:
             return sys.__excepthook__(kind, error, trace)
-        try:
+        with suppress(OSError):                         # nobody may listen
             if text and os.environ.get('LOCAL_RANK', '0') == '0':
                 print(text, file=sys.stderr, flush=True)
-        except OSError:
-            pass                                        # nobody listens
         sys.exit(code)
     def last_words():
         try:
@@ -107,7 +100,6 @@ class Progress:
     """
     How far the work is and the time left, on stderr: a line rewritten in place on a terminal, a new
     one every 10 s elsewhere. Called with the amount just done. The label may change on the way.
-    With a unit, say MB, it shows amounts too, in millions.
     """
     def __init__(self, total, label='', unit='', done=0):
         self.total, self.label, self.unit, self.done, self.first = total, label, unit, done, done
@@ -118,13 +110,12 @@ class Progress:
         now, terminal = time.monotonic(), sys.stderr.isatty()
         if now - self.shown < (0.5 if terminal else 10):
             return
-        self.shown, total = now, max(self.total, self.done, 1e-9)
-        rate = max(self.done - self.first, 1e-9) / (now - self.begun)
+        self.shown, total = now, max(self.total, self.done, 1)
+        rate = max(self.done - self.first, 1) / (now - self.begun)
         left = timedelta(seconds=round(min((total - self.done) / rate, 1e9)))
         line = f'{self.done / total:4.0%} | eta {left} | {self.label}'
-        if self.unit:
-            done, total, rate = (f'{x / 1e6:.1f}' for x in (self.done, total, rate))
-            line += f' | {done} of {total} {self.unit} | {rate} {self.unit}/s'
+        if self.unit:                                   # MB, say: amounts in millions
+            line += f' | {self.done / 1e6:.1f} of {total / 1e6:.1f} {self.unit}'
         print(line[:79].ljust(79), end='\r' if terminal else '\n', file=sys.stderr, flush=True)
 
     def __enter__(self):
@@ -136,10 +127,7 @@ class Progress:
 
 @contextmanager
 def atomic(path):
-    """
-    Write to a temporary file and rename it: whoever looks at path sees the old file or the new one,
-    never half of it. If anything fails, a full disk for one, the old one stays.
-    """
+    """Whoever looks at path sees the old file or, if nothing failed, the new one: never half."""
     path = Path(path)
     temporary = path.with_name(path.name + '.tmp')
     try:
@@ -162,86 +150,71 @@ def save_checkpoint(path, checkpoint):
 
 def read_checkpoint(path):
     """
-    The dict that train.py saved: 'model' (weights), 'model_config' (tra.Config), 'config' (the
-    settings that make a run what it is), 'run' (the others, free to change), 'step', and what it
-    takes to resume. Only tensors and plain values are read: a file with any other pickled object,
-    which could run code as it is loaded, is refused.
+    What train.py saved: 'model' (weights), 'model_config' (tra.Config), 'config' (the settings that
+    make a run what it is), 'run' (the others), 'step', and what it takes to resume. Only tensors
+    and plain values are read: other pickled objects could run code as they are loaded.
     """
     import torch
-    path = Path(path)
-    check(path.is_file(), f'{path} is missing')
+    check(Path(path).is_file(), f'{path} is missing')
     try:
         with warnings.catch_warnings(action='ignore'):
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as error:      # a damaged file fails in many ways: zip, pickle, end of file
-        unsafe = isinstance(error, pickle.UnpicklingError) and 'GLOBAL' in str(error)
-        reason = ('is refused: it holds a pickled object, not only tensors and plain values'
-                  if unsafe else
-                  f'cannot be read: damaged, or no checkpoint at all ({type(error).__name__})')
+        reason = ('is refused: it holds a pickled object' if 'GLOBAL' in str(error) else
+                  f'cannot be read: damaged, or no checkpoint ({type(error).__name__})')
         raise ValueError(f'{path} {reason}') from None
     fields = {'model': dict, 'model_config': dict, 'config': dict, 'run': dict, 'step': int}
     for key, kind in fields.items():
-        check(isinstance(checkpoint, dict) and key in checkpoint,
-              f'{path} is no checkpoint of train.py: it has no {key!r}')
-        check(isinstance(checkpoint[key], kind) and checkpoint[key] is not True,
-              f'{path} is no checkpoint of train.py: its {key!r} is no {kind.__name__}')
+        check(isinstance(checkpoint, dict) and isinstance(checkpoint.get(key), kind),
+              f'{path} is no checkpoint: it has no {key!r}, or its {key!r} is no {kind.__name__}')
     for name, weight in checkpoint['model'].items():
-        named = isinstance(name, str) and isinstance(weight, torch.Tensor)
-        check(named and weight.isfinite().all(),
+        check(isinstance(weight, torch.Tensor) and weight.isfinite().all(),
               f'{path} is damaged: weight {name!r} is not a tensor of finite numbers')
     return checkpoint
 
 def pick_machine(device='auto', dtype='auto', compile='auto'):
     """
-    Where to compute and how: an object with device ('cpu', 'cuda:0', ...), dtype, compile, autocast
-    (a context manager to run the model in) and why, a line that says so. Training and evaluation
-    choose alike, so that their tables agree.
+    Where to compute and how: device ('cpu', 'cuda:0', ...), dtype, compile, autocast (a context to
+    run the model in) and why, a line that says so. Training and evaluation choose alike.
     """
     import torch
-    why = dict.fromkeys(('device', 'dtype', 'compile'), 'as told')
-    if int(os.environ.get('WORLD_SIZE', 1)) > 1:
-        check(':' not in device, f'device {device!r} is for one process: torchrun deals the GPUs')
+    told = {'device': device, 'dtype': dtype, 'compile': compile}
+    check(':' not in device or int(os.environ.get('WORLD_SIZE', 1)) == 1,
+          f'device {device!r} is for one process: torchrun deals the GPUs')
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
-        why['device'] = 'found one' if device == 'cuda' else 'no CUDA found'
     if device == 'cuda':
         device = f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
     try:
-        if device.startswith('cuda'):                   # first, or each process opens GPU 0 as well
-            torch.cuda.set_device(device)
+        if device.startswith('cuda'):
+            check(torch.cuda.is_available(), 'torch finds no CUDA')
+            torch.cuda.set_device(device)               # first, or each process opens GPU 0 as well
             torch.set_float32_matmul_precision('high')  # TF32
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f'device {device!r} does not work here: {reason}') from None
+        torch.zeros(1, device=device).tolist()          # a meta tensor has no number to show
+    except Exception as error:      # too few GPUs, no such kind: torch raises one of many
+        raise ValueError(f'device {device!r} does not work here: {error}'.splitlines()[0]) from None
     kind = torch.device(device).type
     if dtype == 'auto':
         has_it = kind == 'cuda' and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype, why['dtype'] = (('bfloat16', 'the GPU has it') if has_it else
-                               ('float32', 'no GPU with bfloat16'))
-    check(dtype in ('float32', 'bfloat16'),
-          f'dtype {dtype!r} is unknown: choose auto, float32 or bfloat16')
+        dtype = 'bfloat16' if has_it else 'float32'
     if compile == 'auto':
         compile = kind == 'cuda'
-        why['compile'] = ('pays on CUDA' if compile else
-                          "pays on CUDA only; TRA's kernel is compiled anyway")
-    check(isinstance(compile, bool), f'compile {compile!r} is unknown: choose auto, True or False')
     chosen = {'device': device, 'dtype': dtype, 'compile': compile}
-    return SimpleNamespace(
-        **chosen, why=' | '.join(f'{key} {value} ({why[key]})' for key, value in chosen.items()),
-        autocast=torch.autocast(kind, torch.bfloat16, enabled=dtype == 'bfloat16'))
+    for key, choices in (('dtype', ('float32', 'bfloat16')), ('compile', (True, False))):
+        check(chosen[key] in choices, f'{key} {chosen[key]!r} is unknown: auto or one of {choices}')
+    reasons = {'device': 'CUDA if there is any', 'dtype': 'bfloat16 if the GPU has it',
+               'compile': "pays on CUDA; TRA's kernel is compiled anyway"}
+    why = ' | '.join(f'{key} {value} ({reasons[key] if told[key] == "auto" else "as told"})'
+                     for key, value in chosen.items())
+    autocast = torch.autocast(kind, torch.bfloat16, enabled=dtype == 'bfloat16')
+    return SimpleNamespace(**chosen, why=why, autocast=autocast)
 
 def keep_freed_memory():
-    """
-    glibc gives large blocks back to the system when they are freed. To ask for them again, page by
-    page, can cost more than what is then done with them: let it keep them.
-    """
-    try:
+    """glibc returns large freed blocks to the system: to get them back, page by page, is slow."""
+    with suppress(OSError, AttributeError):     # not Linux, or another C library
         libc = ctypes.CDLL('libc.so.6')
         libc.mallopt(-3, 2 ** 30)               # M_MMAP_THRESHOLD: smaller ones come from the heap
         libc.mallopt(-1, 2 ** 31 - 1)           # M_TRIM_THRESHOLD: and stay there
-    except (OSError, AttributeError):
-        pass                                    # not Linux, or another C library
 
 # -----------------------------------------------------------------------------
 # flip-flop (Liu et al. 2023, arXiv 2306.00946): ids 0 1 are the bits, 2 3 4 the instructions
@@ -272,14 +245,12 @@ def flipflop(rng, n, lo, length, split, p_ignore, **_):
     instruction[:, 0], instruction[:, -1] = WRITE, READ
     bit = rng.integers(0, 2, (n, pairs))
     read = instruction == READ
-    # the largest index of a write so far is the last write
     writes = np.where(instruction == WRITE, np.arange(pairs), 0)
-    last_write = np.maximum.accumulate(writes, axis=1)
+    last_write = np.maximum.accumulate(writes, axis=1)      # the largest index so far
     bit = np.where(read, np.take_along_axis(bit, last_write, axis=1), bit)
     idx = np.stack((instruction, bit), axis=2).reshape(n, length)
-    targets = np.full_like(idx, -1)
-    targets[:, ::2] = np.where(read, bit, -1)
-    return idx, targets
+    targets = np.stack((np.where(read, bit, -1), np.full_like(bit, -1)), axis=2)
+    return idx, targets.reshape(n, length)
 
 # -----------------------------------------------------------------------------
 # copy, induct and instruct: n sequences of lo to hi symbols each, padded on the right to the width
@@ -304,17 +275,15 @@ def pack(parts, pad):
     an answer). Answers are scored: the position before an answer token has it as its target.
     """
     n, width = len(parts[0][0]), sum(tokens.shape[1] for tokens, *_ in parts)
-    idx = np.full((n, width), pad)
-    scored = np.zeros((n, width), dtype=bool)
+    idx, targets = np.full((n, width), pad), np.full((n, width), -1)
     end = np.zeros(n, dtype=int)                        # where each row has got to
     for tokens, used, answer in parts:
         used = np.broadcast_to(used, n)
         row, col = np.nonzero(np.arange(tokens.shape[1]) < used[:, None])
         idx[row, end[row] + col] = tokens[row, col]
-        scored[row, end[row] + col] = answer
+        if answer:
+            targets[row, end[row] + col - 1] = tokens[row, col]
         end = end + used
-    targets = np.full_like(idx, -1)
-    targets[:, :-1] = np.where(scored[:, 1:], idx[:, 1:], -1)
     return idx, targets
 
 def copy(rng, n, lo, hi, n_symbols, repeats, **_):
@@ -375,10 +344,8 @@ def instruct(rng, n, lo, hi, n_symbols, repeats, split, **_):
     tick, even, end = (first_mark + (INSTRUCTIONS + ANSWERS).index(c) for c in '+0.')
     x, used, sep = draw(rng, n, lo, hi, n_symbols, repeats)
     size = used[:, None]                                                    # (n, 1) to meet x
-    if split in KINDS:
-        kind = np.full((n, 1), KINDS.index(split))
-    else:
-        kind = rng.integers(0, len(KINDS), (n, 1))
+    kind = (np.full((n, 1), KINDS.index(split)) if split in KINDS else
+            rng.integers(0, len(KINDS), (n, 1)))
     _, is_reverse, is_first, is_last, is_count, is_parity = (kind == k for k in range(len(KINDS)))
     place = np.arange(hi)
     source = np.select([is_reverse, is_last], [size - 1 - place, size - 1], place)
@@ -389,12 +356,26 @@ def instruct(rng, n, lo, hi, n_symbols, repeats, split, **_):
              (np.full((n, 1), end), 1, True)]
     return pack(parts, pad=n_symbols + 1)
 
+def wikitext(rng, n, lo, length, split, tokens, **_):
+    """
+    Windows of the text, for evaluation spaced evenly over it, whatever the seed.
+
+        tokens   Once upon a
+        targets  upon a time
+    """
+    last = len(tokens[split]) - length - 1
+    check(last >= 0, f'length {length} is beyond the {len(tokens[split])} tokens of {split}')
+    starts = (rng.integers(0, last + 1, n) if split == 'train' else
+              np.linspace(0, last, n).astype(np.int64))
+    x = tokens[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    return x[:, :-1], x[:, 1:]
+
 # -----------------------------------------------------------------------------
 # a task: its vocabulary, its endless training stream, its fixed evaluation sets
 
 class Task(NamedTuple):
     number: int                 # its own for ever: all its streams and sets follow from it
-    generate: Callable = None   # (rng, n, lo, hi, split=..., **settings) -> idx, targets
+    generate: Callable          # (rng, n, lo, hi, split=..., **settings) -> idx, targets
     fewest: int = 1             # symbols
     splits: tuple = ('val',)    # for evaluation; new ones go last, sets follow from the place too
     n_lengths: int = 6          # of the evaluation: 1, 2, ... times the training length
@@ -405,7 +386,7 @@ TASKS = {
     'copy': Task(1, copy),
     'induct': Task(2, induct, fewest=2),
     'instruct': Task(3, instruct, 0, ('val', *KINDS), 10, INSTRUCTIONS + ANSWERS),
-    'wikitext': Task(4, splits=('val', 'test')),
+    'wikitext': Task(4, wikitext, splits=('val', 'test')),
 }
 TRAIN, EVAL = 0, 1      # first number of every key: no evaluation set is ever trained on
 
@@ -416,35 +397,28 @@ def make_task(name, train_length, *, p_ignore=0.8, n_symbols=26, repeats=True, n
     number of symbols for the others. Those are tested in buckets as wide as the training range:
     after training to 50, length 100 means 51 to 100.
     """
+    settings = dict(locals())
     check(name in TASKS, f'task {name!r} is unknown: choose from {", ".join(TASKS)}')
     check(0 <= p_ignore <= 1, f'p_ignore {p_ignore} is a probability: choose it between 0 and 1')
     check(2 <= n_symbols <= len(SYMBOLS),
           f'n_symbols {n_symbols} must be between 2 and {len(SYMBOLS)}')
     check(n_queries >= 1, f'n_queries {n_queries} must be at least 1')
-    if name == 'wikitext':
-        task = WikiText(train_length, data_dir, dataset, tokenizer)
-    else:
-        task = Synthetic(name, train_length, p_ignore=p_ignore, n_symbols=n_symbols,
-                         repeats=repeats, n_queries=n_queries)
+    task = (WikiText if name == 'wikitext' else Source)(name, train_length, settings)
     task.batch(seed=0, step=0, batch_size=1)    # a length that cannot be fails here, not later
     return task
 
-def check_split(task, split):
-    check(split in task.splits,
-          f'split {split!r} of {task.name} is unknown: choose from {", ".join(task.splits)}')
-
-class Synthetic:
-    def __init__(self, name, train_length, **settings):
+class Source:
+    def __init__(self, name, train_length, settings):
         self.name, self.train_length, self.settings = name, train_length, settings
         self.number, self.generate, self.fewest, self.splits, n_lengths, marks = TASKS[name]
-        n_symbols = settings['n_symbols']
+        n_symbols, repeats = settings['n_symbols'], settings['repeats']
         # how each token id prints, padding as nothing
         self.chars = (list('01wir') if name == 'flipflop' else
                       [*SYMBOLS[:n_symbols], '|', '', *marks])
         self.vocab_size = len(self.chars)
-        most = math.inf if settings['repeats'] else max(n_symbols, train_length)
         lengths = (train_length * i for i in range(1, n_lengths + 1))
-        self.lengths = tuple(length for length in lengths if length <= most)
+        most = max(n_symbols, train_length)
+        self.lengths = tuple(length for length in lengths if repeats or length <= most)
 
     def sample(self, key, n, length, split):
         at_least = max(1, self.fewest)
@@ -459,10 +433,11 @@ class Synthetic:
 
     def eval_batches(self, split, length, n, batch_tokens=65536, seed=0):
         """The first n sequences of a fixed set, in batches of at most batch_tokens (or one)."""
-        check_split(self, split)
+        check(split in self.splits,
+              f'split {split!r} of {self.name} is unknown: choose from {", ".join(self.splits)}')
         def rows():
             # in chunks that depend on the length alone: neither n nor batch_tokens changes them
-            chunk_size = max(1, 16384 // max(1, length))
+            chunk_size = n if self.name == 'wikitext' else max(1, 16384 // max(1, length))
             for chunk in count():
                 key = [EVAL, self.number, self.splits.index(split), length, chunk, seed]
                 yield from zip(*self.sample(key, chunk_size, length, split))
@@ -478,62 +453,34 @@ class Synthetic:
         return ''.join(self.chars[t] for t in tokens if t >= 0)
 
     def encode(self, text):
-        ids = {c: i for i, c in enumerate(self.chars)}
         for c in text:
-            check(c in ids, f'{c!r} is not a token of {self.name}, whose tokens are '
-                            f'{"".join(self.chars)[:80]}')
-        return [ids[c] for c in text]
+            check(c in self.chars, f'{c!r} is not a token of {self.name}, whose tokens are '
+                                   f'{"".join(self.chars)[:80]}')
+        return [self.chars.index(c) for c in text]
 
-class WikiText:
-    name, splits = 'wikitext', TASKS['wikitext'].splits
-    lengths = (128, 256, 512, 1024, 2048, 4096)
-
-    def __init__(self, train_length, data_dir, dataset, tokenizer):
-        self.train_length, self.tokenizer = train_length, tokenizer
-        folder = bin_folder(data_dir, dataset, tokenizer)
-        self.meta = read_meta(folder)
-        if self.meta is None:
-            command = f'python data.py {dataset}'
-            command += f' --tokenizer={tokenizer}' if tokenizer != 'gpt2' else ''
-            command += f' --data_dir={data_dir}' if str(data_dir) != 'data' else ''
-            raise FileNotFoundError(f'no complete data in {folder}: run {command}')
-        self.vocab_size = self.meta['vocab_size']
-        self.data = {split: np.memmap(folder / f'{split}.bin', np.uint16, 'r') for split in BINS}
-        for split, tokens in self.data.items():
-            check(tokens.max() < self.vocab_size, f'{folder}/{split}.bin is damaged: token '
-                  f'{tokens.max()} in a vocabulary of {self.vocab_size}; remove {folder}')
+class WikiText(Source):
+    def __init__(self, name, train_length, settings):
+        super().__init__(name, train_length, settings)
+        where = [settings[key] for key in ('dataset', 'data_dir', 'tokenizer')]
+        folder, self.meta = find_bins(*where)
+        check(self.meta, f'no complete data in {folder}: run python data.py '
+                         '{} --data_dir={} --tokenizer={}'.format(*where))
+        self.vocab_size, self.lengths = self.meta['vocab_size'], (128, 256, 512, 1024, 2048, 4096)
+        settings['tokens'] = {}
+        for split in BINS:
+            settings['tokens'][split] = np.memmap(folder / f'{split}.bin', np.uint16, 'r')
+            most = settings['tokens'][split].max()
+            check(most < self.vocab_size, f'{folder}/{split}.bin is damaged: token {most} in a '
+                                          f'vocabulary of {self.vocab_size}; remove {folder}')
 
     def tokens(self, split):
-        return self.data[split]
-
-    def windows(self, split, starts, length):
-        x = self.data[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
-        return x[:, :-1], x[:, 1:]                                          # (B, length) each
-
-    def last_start(self, split, length):
-        size = len(self.data[split])
-        check(1 <= length < size,
-              f'wikitext length {length} must be at least 1 and below the {size} tokens of {split}')
-        return size - length - 1
-
-    def batch(self, seed, step, batch_size):
-        rng = np.random.default_rng([TRAIN, TASKS['wikitext'].number, seed, step])
-        last = self.last_start('train', self.train_length)
-        return self.windows('train', rng.integers(0, last + 1, batch_size), self.train_length)
-
-    def eval_batches(self, split, length, n, batch_tokens=65536, seed=0):
-        """n windows spaced evenly over the split. There is only one such set, whatever the seed."""
-        check_split(self, split)
-        starts = np.linspace(0, self.last_start(split, length), n).astype(np.int64)
-        rows = max(1, batch_tokens // length)
-        for i in range(0, n, rows):
-            yield self.windows(split, starts[i:i + rows], length)
+        return self.settings['tokens'][split]
 
     def decode(self, tokens):
-        return load_tokenizer(self.tokenizer)[2]([int(t) for t in tokens if t >= 0])
+        return load_tokenizer(self.settings['tokenizer'])[2]([int(t) for t in tokens if t >= 0])
 
     def encode(self, text):
-        return load_tokenizer(self.tokenizer)[1](text)
+        return load_tokenizer(self.settings['tokenizer'])[1](text)
 
 # -----------------------------------------------------------------------------
 # WikiText: download, verify, tokenise
@@ -553,7 +500,7 @@ TOKENIZERS = ('gpt2', 'bytes')
 BINS = {'train': 'train', 'val': 'valid', 'test': 'test'}       # our split: theirs, in wiki.X.raw
 USER_AGENT = 'nanoTRA-data/1.0'         # one mirror refuses Python's default
 TIMEOUT = (10, 30)                      # seconds to connect, and without a byte: a stalled server
-TRIES = 5                               # in a row that bring nothing new, before the next mirror
+TRIES = 6                               # in a row that bring nothing new, of all mirrors
 BACKOFF = 1.0                           # seconds before the second try, doubling
 
 def load_tokenizer(name):
@@ -564,98 +511,78 @@ def load_tokenizer(name):
         import tiktoken
         gpt2 = tiktoken.get_encoding('gpt2')
     except (ImportError, OSError, ValueError) as error:
-        raise ValueError(f'cannot load the gpt2 tokenizer ({type(error).__name__}): pip install '
-                         'tiktoken; if offline, set TIKTOKEN_CACHE_DIR to a folder that has its '
-                         'files; or use --tokenizer=bytes') from error
+        raise ValueError('cannot load the gpt2 tokenizer: pip install tiktoken; if offline, set '
+                         'TIKTOKEN_CACHE_DIR; or use --tokenizer=bytes') from error
     return gpt2.n_vocab, gpt2.encode_ordinary, gpt2.decode
 
 def sha256(path):
     with open(path, 'rb') as f:
         return hashlib.file_digest(f, 'sha256').hexdigest()
 
-def fetch(url, part):
-    """Download url into the file part, going on from what is there; raises when it gives up."""
+def fetch(url, part, have):
+    """One try to download url into part, which has some bytes of it already."""
     import requests
-    best, tries = 0, 0
-    while True:
-        have = part.stat().st_size if part.exists() else 0
-        if have > best:
-            best, tries = have, 0       # that brought something: a long file may be cut many times
-        headers = {'User-Agent': USER_AGENT, 'Accept-Encoding': 'identity'}
-        if have:
-            headers['Range'] = f'bytes={have}-'
-        try:
-            with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
-                if answer.status_code == 416:   # nothing after what we have: see the checksum
-                    return
-                answer.raise_for_status()
-                if not answer.headers.get('Content-Range', '').startswith(f'bytes {have}-'):
-                    have = 0                    # the server ignores Range and sends all again
-                length = answer.headers.get('Content-Length', '')
-                total = have + (int(length) if length.isdecimal() else 0)
-                with (open(part, 'ab' if have else 'wb') as f,
-                      Progress(total, part.stem, 'MB', have) as progress):
-                    for block in answer.iter_content(1 << 16):
-                        f.write(block)
-                        progress(len(block))
-            if part.stat().st_size >= total:
-                return
-            raise requests.ConnectionError('the connection closed early')
-        except requests.RequestException as error:
-            status = error.response.status_code if error.response is not None else 500
-            tries += 1
-            if tries == TRIES or (status < 500 and status not in (408, 429)):
-                raise                           # asking again will not help
-            wait = BACKOFF * 2 ** (tries - 1)
-            print(f'next try in {wait:.0f} s: {str(error)[:100]}', flush=True)
-            time.sleep(wait)
+    headers = {'User-Agent': USER_AGENT, 'Accept-Encoding': 'identity',
+               'Range': f'bytes={have}-' if have else None}
+    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
+        if answer.status_code == 416:           # nothing after what we have: see the checksum
+            return
+        answer.raise_for_status()
+        if answer.status_code != 206:           # the server ignores Range and sends all again
+            have = 0
+        total = have + int(answer.headers.get('Content-Length', 0))
+        with (open(part, 'ab' if have else 'wb') as f,
+              Progress(total, part.stem, 'MB', have) as progress):
+            for block in answer.iter_content(1 << 16):
+                f.write(block)
+                progress(len(block))
+    check(progress.done >= total, 'the connection closed early')
 
 def download(dataset, data_dir):
-    """The path of the official zip, from the first mirror whose bytes have the right checksum."""
+    """The path of the official zip. Mirrors take turns, each going on from what is there."""
     import requests
-    mirrors, expected = SOURCES[dataset]['mirrors'], SOURCES[dataset]['sha256']
+    mirrors, expected = list(SOURCES[dataset]['mirrors']), SOURCES[dataset]['sha256']
     path = Path(data_dir) / mirrors[0].rsplit('/', 1)[-1]
     if path.exists() and sha256(path) == expected:
         return path
     part = path.with_name(path.name + '.part')
     part.parent.mkdir(parents=True, exist_ok=True)
-    answers = []
-    for url in mirrors:
+    failures, best, tries = {}, -1, 0
+    while mirrors and tries < TRIES:
+        url = mirrors.pop(0)
+        have = part.stat().st_size if part.exists() else 0
+        best, tries = max(best, have), 1 if have > best else tries + 1
         print(f'downloading {url}', flush=True)
         try:
-            fetch(url, part)
-        except (requests.RequestException, ValueError) as error:    # ValueError: an odd redirect
-            answers.append(f'{url} failed, {str(error)[:100]}')
-            continue
-        found = sha256(part)
-        if found == expected:
-            os.replace(part, path)
-            return path
-        part.unlink()
-        answers.append(f'{url} sent a file with the wrong sha256 {found[:12]}...')
-    raise ValueError(f'no mirror delivered {dataset}: {"; ".join(answers)}; '
-                     'if you have it already, use --from=PATH')
+            fetch(url, part, have)
+            if sha256(part) == expected:
+                os.replace(part, path)
+                return path
+            part.unlink()
+            failures[url] = 'a file with the wrong sha256'
+            mirrors += [url] if have else []        # perhaps what was there before was wrong
+        except (requests.RequestException, ValueError) as error:    # ValueError: odd headers
+            failures[url] = str(error)[:100]
+            print(failures[url], flush=True)
+            time.sleep(BACKOFF * 2 ** (tries - 1))
+            mirrors.append(url)
+    raise ValueError(f'no mirror delivered {dataset}: {failures}; if you have it, use --from=PATH')
 
 def find_texts(path):
-    """{split: (function that opens it, its size)} of a zip or a folder. Nothing is extracted."""
+    """{split: (name, size, function that opens it)} of a zip or a folder. Nothing is extracted."""
     if path.is_dir():
         files = [(p.name, p.stat().st_size, partial(open, p, 'rb')) for p in path.iterdir()]
     else:
         archive = zipfile.ZipFile(path)
-        files = [(x.filename, x.file_size, partial(archive.open, x)) for x in archive.infolist()]
-        for x in archive.infolist():
-            inside = not re.search(r'^[/\\]|:|(^|[/\\])\.\.([/\\]|$)', x.filename)
-            check(inside and not stat.S_ISLNK(x.external_attr >> 16), f'{path} is refused: '
-                  f'it holds {x.filename!r}, a path outside its own folder or a link')
+        members = archive.infolist()
+        check(not any(stat.S_ISLNK(x.external_attr >> 16) for x in members), f'{path} holds a link')
+        files = [(Path(x.filename).name, x.file_size, partial(archive.open, x)) for x in members]
     texts = {}
     for split, theirs in BINS.items():
-        for name in (f'wiki.{theirs}.raw', f'wiki.{theirs}.tokens'):
-            found = [(open_it, size) for path_in, size, open_it in files
-                     if PurePosixPath(path_in).name == name and size > 0]
-            check(len(found) < 2, f'{path} is refused: it holds {name} more than once')
-            if found:
-                texts.setdefault(split, found[0])
-        check(split in texts, f'{path} holds no wiki.{theirs}.raw or .tokens with text in it')
+        names = (f'wiki.{theirs}.raw', f'wiki.{theirs}.tokens')
+        found = [file for file in files if file[0] in names and file[1] > 0]
+        check(len(found) == 1, f'{path} must have one {" or ".join(names)}, not {len(found)}')
+        texts[split] = found[0]
     return texts
 
 def pieces(stream, size=1 << 20):
@@ -673,77 +600,50 @@ def pieces(stream, size=1 << 20):
             rest = [block[cut.end():]]
     yield ''.join(rest)
 
-def bin_folder(data_dir, dataset, tokenizer):
+def find_bins(dataset, data_dir, tokenizer):
+    """The folder that prepare writes, and its meta.json, or None unless all of it is there."""
     for what, name, names in (('dataset', dataset, SOURCES), ('tokenizer', tokenizer, TOKENIZERS)):
         check(name in names, f'{what} {name!r} is unknown: choose from {", ".join(names)}')
-    return Path(data_dir) / f'{dataset}-{tokenizer}'
-
-def read_meta(folder):
-    """What prepare wrote about the folder, or None unless all of it is there."""
+    folder = Path(data_dir) / f'{dataset}-{tokenizer}'
     try:
         meta = json.loads((folder / 'meta.json').read_text())
-        whole = type(meta['vocab_size']) is int and all(
-            type(meta['bytes'][split]) is int and
+        whole = meta['vocab_size'] > 0 and all(
+            meta['bytes'][split] > 0 and
             (folder / f'{split}.bin').stat().st_size == 2 * meta['tokens'][split] for split in BINS)
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return meta if whole else None
+        return folder, None
+    return folder, meta if whole else None
 
 def prepare(dataset, tokenizer='gpt2', data_dir='data', source=None):
     """Write train.bin, val.bin and test.bin (uint16), then meta.json: the folder is complete."""
-    folder = bin_folder(data_dir, dataset, tokenizer)
-    if meta := read_meta(folder):
-        counts = ', '.join(f'{split} {meta["tokens"][split]:,}' for split in BINS)
-        print(f'{folder} is already there ({counts} tokens); remove it to make it again')
+    folder, meta = find_bins(dataset, data_dir, tokenizer)
+    if meta:
+        print(f'{folder} is already there: {meta["tokens"]} tokens; remove it to make it again')
         return
-    check(not source or Path(source).exists(),
-          f'--from={source} does not exist: give a zip or a folder')
     vocab_size, encode, _ = load_tokenizer(tokenizer)       # before the download, in case it fails
     path = Path(source) if source else download(dataset, data_dir)
     meta = {'dataset': dataset, 'tokenizer': tokenizer, 'vocab_size': vocab_size,
             'source': 'local' if source else SOURCES[dataset]['sha256'], 'tokens': {}, 'bytes': {}}
-    what = 'a name'
     try:
         texts = find_texts(path)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / 'meta.json').unlink(missing_ok=True)
-        for split, (open_text, size) in texts.items():
-            what, n_tokens, n_bytes = f'the {split} text', 0, 0
+        for split, (name, size, open_text) in texts.items():
             with (open_text() as stream, atomic(folder / f'{split}.bin') as f,
-                  Progress(size, f'tokenising {split}', 'MB') as progress):
+                  Progress(size, f'tokenising {name}', 'MB') as progress):
                 for piece in pieces(stream):
-                    tokens = np.array(encode(piece), dtype=np.uint16)
-                    f.write(tokens.tobytes())
-                    here = len(piece.encode())
-                    n_tokens, n_bytes = n_tokens + len(tokens), n_bytes + here
-                    progress(here)
-            meta['tokens'][split], meta['bytes'][split] = n_tokens, n_bytes
-            print(f'wrote {folder}/{split}.bin: {n_tokens:,} tokens of {n_bytes:,} bytes of text',
-                  flush=True)
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{what} of {path} is not UTF-8: {error.reason}') from error
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        raise ValueError(f'{path} is not a zip that can be read: {error}') from error
+                    f.write(np.array(encode(piece), dtype=np.uint16).tobytes())
+                    progress(len(piece.encode()))
+                meta['tokens'][split], meta['bytes'][split] = f.tell() // 2, progress.done
+            print(f'wrote {folder}/{split}.bin: {meta["tokens"][split]:,} tokens of '
+                  f'{meta["bytes"][split]:,} bytes of text', flush=True)
+    except (UnicodeDecodeError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise ValueError(f'{path} cannot be read: {error}') from error
     with atomic(folder / 'meta.json') as f:
         f.write(json.dumps(meta, indent=2).encode())
 
 # -----------------------------------------------------------------------------
 # command line
-
-def show(args):
-    settings = {key: getattr(args, key) for key in make_task.__kwdefaults__}
-    check(args.n >= 1, f'--n={args.n} must be at least 1')
-    check(args.seed >= 0, f'--seed={args.seed} must be at least 0')
-    task = make_task(args.task, args.train_length or args.length, **settings)
-    if args.split == 'train':
-        batches = [task.batch(args.seed, 0, args.n)]
-    else:
-        batches = task.eval_batches(args.split, args.length, args.n, seed=args.seed)
-    for idx, targets in batches:
-        for tokens, target in zip(idx, targets):
-            text = task.decode(tokens).replace('\n', '\\n')         # one sample, one line
-            sample = {'tokens': tokens.tolist(), 'targets': target.tolist(), 'text': text}
-            print(json.dumps(sample, ensure_ascii=False) if args.json else text)
 
 def boolean(text):
     return ('false', 'true').index(text.lower()) == 1
@@ -752,33 +652,36 @@ def main():
     parser = Parser(prog='data.py', description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True, metavar='command')
-    defaults = argparse.ArgumentDefaultsHelpFormatter       # adds the defaults to the help
-    add_command = partial(commands.add_parser, formatter_class=defaults)
+    add_command = partial(commands.add_parser,                  # adds the defaults to the help:
+                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for dataset in SOURCES:
+        add = add_command(dataset, help=f'get {dataset} and tokenise it').add_argument
+        add('--from', dest='source', metavar='PATH', help='not the network but a zip or folder '
+            'with wiki.{train,valid,test}.{raw,tokens}')
+        add('--tokenizer', default='gpt2', help=' or '.join(TOKENIZERS))
+        add('--data_dir', default='data', help='where the zip and the tokens go')
     add = add_command('show', help='print samples of a task').add_argument
     add('task', choices=TASKS)
     add('--split', default='train', help='train, val; also test, or sparse, dense, nonstationary')
     add('--n', type=int, default=5, help='how many samples')
-    add('--length', type=int, default=32,
-        help='tokens (flipflop, wikitext) or most symbols (others)')
-    add('--train_length', type=int,
-        help='--length=100 --train_length=50 shows the bucket 51 to 100')
-    add('--seed', type=int, default=0, help='of the training stream; in the other splits 0 is the '
-        'set that evaluation uses, another number another set (wikitext has but one)')
+    add('--length', type=int, default=32, help='tokens (flipflop, wikitext) or most symbols')
+    add('--train_length', type=int, help='100 after training on 50 is the bucket 51 to 100')
+    add('--seed', type=int, default=0, help='of train; of other splits 0 is the set of eval.py')
     add('--json', action='store_true', help='one JSON object a line, with tokens and targets')
     for key, default in make_task.__kwdefaults__.items():
         kind = boolean if default is True else type(default)
         add(f'--{key}', type=kind, default=default, help='as in train.py')
-    for dataset in SOURCES:
-        add = add_command(dataset, help=f'get {dataset} and tokenise it').add_argument
-        add('--from', dest='source', metavar='PATH', help='a zip or folder to take '
-            'wiki.{train,valid,test}.{raw,tokens} from, not the network')
-        add('--tokenizer', default='gpt2', help=' or '.join(TOKENIZERS))
-        add('--data_dir', default='data', help='where the zip and the tokens go')
     args = parser.parse_args()
-    if args.command == 'show':
-        show(args)
-    else:
-        prepare(args.command, args.tokenizer, args.data_dir, args.source)
+    if args.command in SOURCES:
+        return prepare(args.command, args.tokenizer, args.data_dir, args.source)
+    settings = {key: getattr(args, key) for key in make_task.__kwdefaults__}
+    task = make_task(args.task, args.train_length or args.length, **settings)
+    batches = ([task.batch(args.seed, 0, args.n)] if args.split == 'train' else
+               task.eval_batches(args.split, args.length, args.n, seed=args.seed))
+    for tokens, targets in (row for batch in batches for row in zip(*batch)):
+        text = task.decode(tokens).replace('\n', '\\n')            # one sample, one line
+        sample = {'tokens': tokens.tolist(), 'targets': targets.tolist(), 'text': text}
+        print(json.dumps(sample, ensure_ascii=False) if args.json else text)
 
 if __name__ == '__main__':
     one_line_errors('data.py', 'stopped; the same command goes on from here')
