@@ -132,19 +132,18 @@ def parse(source, path=None):
         raise ValueError(error) from None
     for line in lines:
         where = f'{path}:{line.lineno}' if path else 'command line'
-        match line:
-            case ast.Expr(ast.Constant()):                      # a docstring
-                continue
-            case ast.Assign([ast.Name(key)], node):
-                near = difflib.get_close_matches(key, DEFAULTS, 1, 0)[0]
-            case _:
-                raise ValueError(f'{where}: not like batch_size = 32: {ast.unparse(line)[:60]}')
+        if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
+            continue                                            # a docstring
+        check(isinstance(line, ast.Assign) and [type(x) for x in line.targets] == [ast.Name],
+              f'{where}: not like batch_size = 32: {ast.unparse(line)[:60]}')
+        key = line.targets[0].id
+        near = difflib.get_close_matches(key, DEFAULTS, 1, 0)[0]
         check(key in DEFAULTS, f'{where}: unknown setting {key!r}, did you mean {near!r}?')
         try:
-            found[key] = read_value(key, node)
+            found[key] = read_value(key, line.value)
         except (ValueError, TypeError, ArithmeticError):
             raise ValueError(f'{where}: {key} wants a value like {DEFAULTS[key]!r}, '
-                             f'not {ast.unparse(node)}') from None
+                             f'not {ast.unparse(line.value)}') from None
     return found
 
 files, flags, config = [], {}, dict(DEFAULTS)
@@ -266,8 +265,8 @@ def say(text):
     except OSError:
         stop = stop or signal.SIGPIPE
 
-changes = (f'{key}={value!r}' for key, value in config.items() if value != DEFAULTS[key])
-say(f'{machine.why}\n{" ".join(changes)}')
+say(machine.why)
+say(' '.join(f'{key}={config[key]!r}' for key in config if config[key] != DEFAULTS[key]))
 tokens = source.batch(seed, 0, 1)[0].size * batch_size * gradient_accumulation_steps
 parameters = sum(p.numel() for p in raw_model.parameters())
 say(f'{parameters:,} parameters | {tokens:,} tokens a step | processes: {world} | {folder}')
@@ -284,17 +283,16 @@ def get_lr(step):
 
 def batches(step):
     """
-    This process's part of a step: micro-batches (idx, targets, share of the step's scored tokens).
-    Every process makes the whole batch, which takes a millisecond, and keeps its own rows: the
-    batch does not depend on how it is dealt. Weighted by their shares, the losses add up to the
-    mean over all scored tokens, although some rows have more of them than others.
+    This process's micro-batches: (idx, targets, their share of the step's scored tokens). Every
+    process makes the whole batch and keeps its rows, so the batch does not depend on how it is
+    dealt; losses weighted by the shares add up to the mean over all scored tokens.
     """
     idx, targets = source.batch(seed, step, batch_size * gradient_accumulation_steps)
     scored = (targets >= 0).sum()
     parts = (np.split(x[rank::world], gradient_accumulation_steps) for x in (idx, targets))
     for idx, targets in zip(*parts):
         share = float((targets >= 0).sum() / scored)
-        pair = [torch.from_numpy(np.ascontiguousarray(x)) for x in (idx, targets)]
+        pair = [torch.from_numpy(x) for x in (idx, targets)]
         if device.startswith('cuda'):                       # pinned: no need to wait for the copy
             pair = [x.pin_memory() for x in pair]
         yield *(x.to(device, non_blocking=True) for x in pair), share
@@ -312,12 +310,8 @@ def log(entries):
         logged = f.tell()
 
 def begin():
-    """
-    Make the folder that of this run. Not before its first step is done and saved: until then an
-    old run, which overwrite gives away, may be all there is. In a resumed run, drop what was logged
-    after the checkpoint, so that the file is that of a run never stopped.
-    """
-    if not resume:
+    """Make the folder that of this run, without what was logged after the checkpoint."""
+    if not resume:              # an old run is given away once the new one has saved a step
         save('last.pt')
         (folder / 'best.pt').unlink(missing_ok=True)
     with open(metrics, 'a') as f:
@@ -333,11 +327,10 @@ def summary(rows):
 
 def command(**changes):
     """The command line of this run, changed; None: without this flag."""
-    words = ['python', sys.argv[0], *files]
-    if ddp:
-        words[:1] = ['torchrun', f'--nproc_per_node={os.environ.get("LOCAL_WORLD_SIZE")}']
+    here = os.environ.get('LOCAL_WORLD_SIZE')
     changed = flags | {'resume': None, 'overwrite': None} | changes
-    return shlex.join(words + [f'--{k}={v}' for k, v in changed.items() if v is not None])
+    words = [sys.argv[0], *files, *(f'--{k}={v}' for k, v in changed.items() if v is not None)]
+    return (f'torchrun --nproc_per_node={here} ' if ddp else 'python ') + shlex.join(words)
 
 def on_signal(number, _):
     global stop
@@ -394,9 +387,9 @@ while step < max_iters and not stopping:
     if ddp:                     # all or none; to ask a GPU at every step would slow it
         stopping = (device == 'cpu' or logging) and report[1].item() > 0
     saving = evaluating or stopping or step == 1 or step % save_interval == 0
-    done = step - first         # a line is also due after 0, 1, 2, 4, 8, ... steps: soon
-    telling = logging or (done < log_interval and done & (done - 1) == 0)
-    if telling or saving:       # once a weight is not finite, all are, and stay so
+    since = step - first        # also told at 0, 1, 2, 4, 8, ...: there is an eta soon
+    telling = logging or (since < log_interval and since & (since - 1) == 0)
+    if telling or saving:       # a weight that is not finite stays so: found here at the latest
         if not all(torch.isfinite(x).all() for x in (loss, *raw_model.parameters())):
             sys.exit(f'train.py: loss or weights are not finite at step {step}, so the run stops; '
                      f'{last} is as it was; try a lower learning_rate')
@@ -406,9 +399,9 @@ while step < max_iters and not stopping:
         begin()
     if telling:
         loss, now = loss.item(), time.monotonic()
-        ms = 1000 * (now - shown) / max(1, step - shown_step)
-        left = timedelta(seconds=round(ms * (max_iters - step) / 1000))
-        pace = f'{ms:.0f} ms/step | eta {left}' if done else f'first step in {ms / 1000:.0f} s'
+        ms = 1000 * (now - shown) / (step - shown_step)
+        eta = timedelta(seconds=round(ms * (max_iters - step) / 1000))
+        pace = f'{ms:.0f} ms/step | eta {eta}' if since else f'first step in {ms / 1000:.0f} s'
         if logging:
             log([{'step': step, 'loss': loss, 'lr': lr, 'ms': round(ms, 1)}])
         say(f'step {step}/{max_iters} | loss {loss:.4f} | lr {lr:.1e} | {pace}')
@@ -430,8 +423,7 @@ while step < max_iters and not stopping:
 # -----------------------------------------------------------------------------
 # the table, of the file that eval.py takes
 
-if stopping:
-    stop = stop or signal.SIGTERM                           # another process was told
+stop = stop or (stopping and signal.SIGTERM)                # told by another process
 if rank == 0 and not stop:
     for number in (signal.SIGINT, signal.SIGTERM):          # there is nothing left to save
         signal.signal(number, signal.SIG_DFL)
