@@ -1957,79 +1957,72 @@ TINY = {'train_length': 16, 'n_layer': 1, 'n_head': 2, 'n_embd': 16, 'dropout': 
         'batch_size': 8, 'max_iters': 20, 'learning_rate': 1e-2, 'log_interval': 1,
         'eval_interval': 10, 'save_interval': 5, 'eval_n': 8, 'final_n': 8, 'eval_lengths': 1}
 
-
 def as_args(settings):
     return [f'--{key}={value}' for key, value in settings.items()]
-
 
 def train(*args, **settings):
     """Runs train.py with these arguments in this process: (exit code, stdout, stderr)."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers, hook = [signal.getsignal(number) for number in numbers], sys.excepthook
-    argv, sys.argv = sys.argv, ['train.py', *map(str, args), *as_args(settings)]
-    flock, fcntl.flock = fcntl.flock, lambda *_: None       # this process would lock itself out
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
-            except Exception:
-                sys.excepthook(*sys.exc_info())             # as Python itself would
-    except SystemExit as stop:
-        code = stop.code or 0
-    finally:
-        sys.argv, sys.excepthook, fcntl.flock = argv, hook, flock
-        for number, handler in zip(numbers, handlers):
-            signal.signal(number, handler)
+    handlers = [signal.getsignal(number) for number in numbers]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, 'argv', ['train.py', *map(str, args), *as_args(settings)])
+        patch.setattr(sys, 'excepthook', sys.excepthook)
+        patch.setattr(fcntl, 'flock', lambda *_: None)      # this process would lock itself out
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                try:
+                    runpy.run_path(str(ROOT / 'train.py'), run_name='__main__')
+                except Exception:
+                    sys.excepthook(*sys.exc_info())         # as Python itself would
+        except SystemExit as stop:
+            code = stop.code or 0
+    for number, handler in zip(numbers, handlers):
+        signal.signal(number, handler)
     return code, out.getvalue(), err.getvalue()
-
 
 def tiny(out_dir, *args, **changes):
     return train(*args, **{**TINY, 'out_dir': out_dir, **changes})
 
+def refused(result, *words):
+    """exit code 2 and one line that says these words"""
+    code, err = result[0], result[-1]
+    assert code == 2 and err.count('\n') == 1 and 'Traceback' not in err, err
+    assert all(word in err for word in words), err
 
-def start(*args, launcher=(sys.executable,), **options):
-    env = {'OMP_NUM_THREADS': '1', 'TORCHDYNAMO_DISABLE': '1', **options.pop('env', {})}
+def start(*args, launcher=(sys.executable,), env={}, **options):
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'TORCHDYNAMO_DISABLE': '1', **env}
     return subprocess.Popen([*launcher, str(ROOT / 'train.py'), *args], cwd=ROOT, text=True,
-                            env={**os.environ, **env}, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, **options)
-
+                            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
 
 def wait_for(process, text):
-    for line in process.stdout:
-        if text in line:
-            return line
-    raise AssertionError(f'train.py ended without {text!r}')
-
+    assert any(text in line for line in process.stdout), f'train.py ended without {text!r}'
 
 def load(folder, name='last.pt'):
     return torch.load(Path(folder) / name, weights_only=True)
 
-
 def same(a, b, name='last.pt'):
     a, b = load(a, name)['model'], load(b, name)['model']
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
 
 def timeless(folder):
     """metrics.jsonl but for the milliseconds"""
     lines = (Path(folder) / 'metrics.jsonl').read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != 'ms'} for line in lines]
 
-
 def losses(folder):
     return {entry['step']: entry['loss'] for entry in timeless(folder) if 'lr' in entry}
-
 
 # --------------------------------------------------------------------------------------------------
 # a whole run
 
 def test_run_leaves_table_files_and_next_command(tmp_path):
     run = tmp_path / 'run'
-    code, out, err = tiny(run, eval_lengths='1,2')
+    settings = {'eval_lengths': '1,2', 'weight_decay': 0.5}
+    code, out, err = tiny(run, **settings)
     assert (code, err) == (0, '')
     assert 'step 20/20 | loss ' in out and '| eta 0:00:00' in out and 'device cpu' in out
-    assert 'step 1/20 | ' in out and 'first step done after' in out
+    assert 'step 1/20 | ' in out and 'first step in' in out
     best = load(run, 'best.pt')['step']
     assert out.count(f'\nfinal | flipflop | tra | seed 0 | best.pt, step {best} | val@16 ') == 1
     assert '--attn=rope' in out and 'python eval.py' in out
@@ -2038,30 +2031,29 @@ def test_run_leaves_table_files_and_next_command(tmp_path):
     config = json.loads((run / 'config.json').read_text())
     assert config['n_embd'] == 16 and config['eval_lengths'] == [1, 2] and config['device'] == 'cpu'
     checkpoint = load(run)
-    fields = {'model', 'optimizer', 'step', 'best', 'config', 'model_config', 'run'}
+    fields = {'model', 'optimizer', 'step', 'best', 'logged', 'config', 'model_config', 'run'}
     assert set(checkpoint) == fields
     assert checkpoint['step'] == 20 and checkpoint['model_config']['vocab_size'] == 5
-    assert not any('_orig_mod' in key for key in checkpoint['model'])
     # what may change on resume is kept apart from what makes the run what it is
     assert checkpoint['config']['max_iters'] == 20 and checkpoint['config']['seed'] == 0
     assert {'out_dir', 'eval_n', 'data_dir', 'device'} < set(checkpoint['run'])
     assert {**checkpoint['config'], **checkpoint['run'], 'eval_lengths': [1, 2]} == config
+    matrices, vectors = checkpoint['optimizer']['param_groups']
+    assert (matrices['weight_decay'], vectors['weight_decay']) == (0.5, 0.0)
+    assert len(matrices['params']) == sum(p.dim() >= 2 for p in checkpoint['model'].values())
+    assert len(matrices['params'] + vectors['params']) == len(checkpoint['model'])
 
     before = timeless(run)
     assert len(losses(run)) == 20 and len([entry for entry in before if 'final' in entry]) == 8
-    with open(run / 'metrics.jsonl', 'ab') as f:                        # damaged lines do no harm
-        f.write(b'{"step": 3\n[1]\n"x"\n{"loss": 1}\n\xff\xfe\n')
-    code, out, _ = tiny(run, resume=True, eval_lengths='1,2')           # finished: the table again
-    assert code == 0 and 'complete' in out and 'final | ' in out and 'loss' not in out
+    with open(run / 'metrics.jsonl', 'ab') as f:                        # killed in mid-line
+        f.write(b'{"step": 3\n\xff\xfe')
+    code, out, _ = tiny(run, resume=True, **settings)                   # finished: the table again
+    assert code == 0 and 'complete' in out and 'final | ' in out and '| loss' not in out
     assert timeless(run) == before
-    code, _, err = tiny(run)                                            # not overwritten silently
-    assert code == 2 and err.count('\n') == 1 and '--resume=True' in err
-    assert '--overwrite=True' in err
-    code, _, _ = tiny(run, overwrite=True, max_iters=5)
-    assert code == 0 and max(losses(run)) == 5
+    refused(tiny(run), '--resume=True', '--overwrite=True')             # not overwritten silently
+    assert tiny(run, overwrite=True, max_iters=5)[0] == 0 and max(losses(run)) == 5
     code, _, _ = tiny(run, resume=True, max_iters=8, log_interval=2)    # what may change
     assert code == 0 and list(losses(run)) == [1, 2, 3, 4, 5, 6, 8]
-
 
 def test_the_final_table_is_the_one_of_eval(tmp_path, command):
     """of best.pt, although the weights got worse afterwards"""
@@ -2077,16 +2069,6 @@ def test_the_final_table_is_the_one_of_eval(tmp_path, command):
     printed = command(tmp_path, '--n=8')[1]
     assert '\n'.join(table) in printed and f'best.pt, step {latest}' in printed
 
-
-def test_default_out_dir_tells_runs_apart(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    lines = [f'{k} = {v!r}' for k, v in TINY.items()]
-    Path('small.py').write_text('\n'.join(lines) + '\nmax_iters = 2\n')
-    for seed, attn in ((0, 'tra'), (3, 'rope')):
-        assert train('small.py', seed=seed, attn=attn)[0] == 0
-        assert Path(f'out/small-{attn}-{seed}/last.pt').exists()
-
-
 def test_evaluation_and_logging_do_not_touch_training(tmp_path):
     tiny(tmp_path / 'a', eval_interval=3, save_interval=2, log_interval=4)
     tiny(tmp_path / 'b', eval_interval=1000, save_interval=1000, log_interval=1000)
@@ -2094,14 +2076,12 @@ def test_evaluation_and_logging_do_not_touch_training(tmp_path):
     tiny(tmp_path / 'c', seed=1)
     assert not same(tmp_path / 'a', tmp_path / 'c')
 
-
 @pytest.mark.parametrize('task', ['flipflop', 'copy'])     # rows of copy differ in scored tokens
 def test_gradient_accumulation_is_one_large_batch(tmp_path, task):
     tiny(tmp_path / 'a', task=task, dropout=0, batch_size=8)
     tiny(tmp_path / 'b', task=task, dropout=0, batch_size=2, gradient_accumulation_steps=4)
     a, b = losses(tmp_path / 'a'), losses(tmp_path / 'b')
     assert max(abs(a[step] - b[step]) for step in a) < 1e-4
-
 
 @pytest.mark.parametrize('warmup, floor', [(0.05, 0.1), (0, 1)])
 def test_learning_rate_schedule(tmp_path, warmup, floor):
@@ -2114,23 +2094,12 @@ def test_learning_rate_schedule(tmp_path, warmup, floor):
               for step in range(falling)]
     assert rates == pytest.approx(rising + cosine)
 
-
-def test_weight_decay_is_for_matrices_only(tmp_path):
-    tiny(tmp_path, max_iters=1, weight_decay=0.5)
-    checkpoint = load(tmp_path)
-    matrices, vectors = checkpoint['optimizer']['param_groups']
-    assert (matrices['weight_decay'], vectors['weight_decay']) == (0.5, 0.0)
-    assert len(matrices['params']) == sum(p.dim() >= 2 for p in checkpoint['model'].values())
-    assert len(matrices['params'] + vectors['params']) == len(checkpoint['model'])
-
-
 def test_compile_and_bfloat16(tmp_path):
     code, out, err = tiny(tmp_path, attn='nope', compile='true', dtype='bfloat16', max_iters=3)
     assert code == 0, err
     assert 'compile True (as told)' in out and 'dtype bfloat16 (as told)' in out
     weights = load(tmp_path)['model']
     assert all('_orig_mod' not in key and p.dtype == torch.float32 for key, p in weights.items())
-
 
 def test_perplexity_beyond_floats(tmp_path):
     """a loss whose exponential overflows is evaluated, logged and saved"""
@@ -2139,14 +2108,12 @@ def test_perplexity_beyond_floats(tmp_path):
                         min_lr_ratio=1, warmup_ratio=0, weight_decay=0, eval_n=32)
     assert code == 0 and load(tmp_path / 'run', 'best.pt')['best'] > 709, err
 
-
 def test_interactive_python_has_the_model(tmp_path):
     run = start(*as_args({**TINY, 'max_iters': 5, 'out_dir': tmp_path}), stdin=subprocess.PIPE,
                 launcher=(sys.executable, '-i'))
     out = run.communicate("print('at hand:', type(model).__name__, type(optimizer).__name__, "
                           'source.name, step)\n')[0]
     assert run.returncode == 0 and 'at hand: Decoder AdamW flipflop 5' in out, out
-
 
 # --------------------------------------------------------------------------------------------------
 # runs that are cut short
@@ -2168,7 +2135,6 @@ def test_killed_three_times_ends_in_the_same_weights(tmp_path):
     assert 'final | ' in whole.communicate()[0]
     assert same(a, b) and same(a, b, 'best.pt') and timeless(a) == timeless(b)
 
-
 def test_signals_save_and_say_how_to_resume(tmp_path):
     """also when nobody listens: tee has died of the same signal, or head has seen enough"""
     endless = {**TINY, 'max_iters': 100000, 'save_interval': 100000, 'eval_interval': 100000}
@@ -2180,8 +2146,8 @@ def test_signals_save_and_say_how_to_resume(tmp_path):
         wait_for(run, 'step 7/')
         if number == signal.SIGHUP:                         # a second one is refused while it lives
             second = start(*as_args({**TINY, 'out_dir': folder, 'overwrite': True}))
-            assert f'train.py: another process is training in {folder}' in second.communicate()[0]
-            assert second.returncode == 2
+            out = second.communicate()[0]
+            refused((second.returncode, out), f'another process is training in {folder}')
         if stdout == 'closed':
             run.stdout.close()
         if number != signal.SIGPIPE:
@@ -2196,7 +2162,6 @@ def test_signals_save_and_say_how_to_resume(tmp_path):
             assert f'{number.name}: stopped after step {step}' in out
             assert f'--out_dir={folder} --resume=True' in out
 
-
 def test_ctrl_c_in_the_last_evaluation_ends_the_run(tmp_path, monkeypatch):
     evaluate, calls = evaluation.evaluate, []
     def interrupted(*args):
@@ -2210,13 +2175,11 @@ def test_ctrl_c_in_the_last_evaluation_ends_the_run(tmp_path, monkeypatch):
     assert code == 130 and 'stopped after step 3' in out and 'final | ' not in out and err == ''
     assert load(tmp_path)['step'] == load(tmp_path, 'best.pt')['step'] == 3
 
-
-def test_ctrl_c_while_torch_is_imported(tmp_path):
+def test_ctrl_c_while_train_imports_torch(tmp_path):
     (tmp_path / 'torch.py').write_text('import os, signal, time\n'
                                        'os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n')
     run = start(env={'PYTHONPATH': str(tmp_path)})
-    assert run.communicate() == ('', None) and run.returncode == -signal.SIGINT
-
+    assert run.communicate()[0] == '\nstopped\n' and run.returncode == 130
 
 def test_two_processes_train_as_one_and_resume(tmp_path):
     settings = {**TINY, 'task': 'copy', 'train_length': 7, 'dropout': 0, 'max_iters': 60,
@@ -2238,32 +2201,24 @@ def test_two_processes_train_as_one_and_resume(tmp_path):
     assert list(one) == list(two) == list(range(1, 61)) and one[60] < one[1] - 0.1
     assert max(abs(one[step] - two[step]) for step in one) < 1e-4
 
-
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
     for warmup, name in ((0, 'at once'), (1, 'later')):
-        code, out, err = tiny(tmp_path / name, learning_rate=1e38, save_interval=1, max_iters=50,
-                              warmup_ratio=warmup)
-        assert code == 1 and 'not finite at step' in err and err.count('\n') == 1
-    assert not list((tmp_path / 'at once').iterdir())
-    checkpoint = load(tmp_path / 'later')
-    assert f'{tmp_path}/later/last.pt of step {checkpoint["step"]};' in err
-    assert all(p.isfinite().all() for p in checkpoint['model'].values())
-
+        code, _, err = tiny(tmp_path / name, learning_rate=9e18, save_interval=1, max_iters=50,
+                            warmup_ratio=warmup)
+        assert 'not finite at step' in code and f'{name}/last.pt is as it was' in code
+    assert all(p.isfinite().all() for p in load(tmp_path / 'later')['model'].values())
 
 def test_overwrite_gives_the_old_run_away_late(tmp_path):
     """only when the new one has made a step and saved it"""
-    def refused(code, words, complaint):
-        assert code == 2 and complaint in words and 'Traceback' not in words
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    files = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     tiny(tmp_path, max_iters=3)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    code, _, err = tiny(tmp_path, overwrite=True, n_embd=2 ** 40)
-    refused(code, err, 'train.py: this does not fit in memory')
+    before = files()
+    refused(tiny(tmp_path, overwrite=True, n_embd=2 ** 40), 'this does not fit in memory')
     full = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
     run = start(*as_args({**TINY, 'out_dir': tmp_path, 'overwrite': True}), preexec_fn=full)
     out = run.communicate()[0]
-    refused(run.returncode, out, f'train.py: cannot write {tmp_path}/last.pt: ')
-
+    assert run.returncode == 2 and f'train.py: cannot write {tmp_path}/last.pt: ' in out
+    assert 'Traceback' not in out and files() == before
 
 # --------------------------------------------------------------------------------------------------
 # settings
@@ -2275,14 +2230,12 @@ def settings_of(*args):
     found = re.findall(r"(?m)^  --(\w+) +\w+ +('[^']*'|\([^)]*\)|\S+) +\w", out)
     return {key: ast.literal_eval(value) for key, value in found}
 
-
 def test_files_and_flags(tmp_path):
     file = tmp_path / 'x.py'
     file.write_text('"""A comment."""\n# another\ndropout = 0\neval_lengths = [1, 2, 2 * 4]\n'
-                    'attn = "rope"\ncompile = False\nout_dir = None\nmin_lr_ratio = -0.0\n'
-                    'n_embd = 4 * 64\nbatch_size = 2 ** 10 // 3 - (1 + 1)\n'
-                    'learning_rate = 3 / 1000\n')
-    s = settings_of('--seed', '7', '--attn=fot', file, '--compile=false', '--eval_n', '4 * 8',
+                    'attn = "rope"\ncompile = False\nout_dir = "auto"\nmin_lr_ratio = -0.0\n'
+                    'n_embd = 4 * 64\nbatch_size = 1024 // 3 - (1 + 1)\nlearning_rate = 3 / 1000\n')
+    s = settings_of('--seed', '7', '--attn=fot', file, '--compile=false', '--eval-n', '4 * 8',
                     '--resume=true')
     assert s['attn'] == 'fot' and s['seed'] == 7 and s['resume'] is True and s['compile'] is False
     assert s['dropout'] == 0.0 and type(s['dropout']) is float and s['eval_lengths'] == (1, 2, 8)
@@ -2293,7 +2246,6 @@ def test_files_and_flags(tmp_path):
     assert settings_of('--eval_lengths=4', '--grad_clip=-0')['eval_lengths'] == (4,)
     assert settings_of()['out_dir'] == 'out/flipflop-tra-0'
     assert settings_of('--out_dir=True story', '--out_dir=1')['out_dir'] == '1'
-
 
 def test_help_lists_every_setting():
     """key, type, value and comment of each; defaults of the model are those of tra.Config"""
@@ -2308,198 +2260,175 @@ def test_help_lists_every_setting():
     for key, default in make_task.__kwdefaults__.items():
         assert defaults[key] == default, key
 
-
 @pytest.mark.parametrize('line, complaint', [
     ('n_layers = 4', "x.py:2: unknown setting 'n_layers', did you mean 'n_layer'?"),
-    ('n_layer = 2.5', 'x.py:2: n_layer wants int'),
-    ('n_layer = True', 'x.py:2: n_layer wants int'),
-    ('n_layer = 10 ** 30', 'x.py:2: n_layer must be below'),
-    ('dropout = "high"', 'x.py:2: dropout wants float'),
-    ('dropout = 1e999', 'x.py:2: dropout wants float'),
-    ('task = None', 'x.py:2: task wants str'),
-    ('eval_lengths = (1, "2")', 'x.py:2: eval_lengths wants whole numbers'),
-    ('eval_lengths = ()', 'x.py:2: eval_lengths wants whole numbers'),
-    ('batch_size = 9 ** 9 ** 9', "x.py:2: batch_size wants a plain value"),
-    ('batch_size = 1 // 0', "x.py:2: batch_size wants a plain value"),
-    ('task = "a" * 4', "x.py:2: task wants a plain value"),
-    ('seed = n_embd * 2', "seed wants a plain value or arithmetic on such, not 'n_embd * 2'"),
-    ('batch_size = open("/etc/passwd")', 'x.py:2: batch_size wants a plain value'),
-    ('import os', "x.py:2: a config file has lines like batch_size = 32, not 'import os'"),
-    ('seed = batch_size = 1', 'x.py:2: a config file has'),
-    ('seed = = 1', 'x.py:2: invalid syntax'),
+    ('n_layer = 2.5', 'x.py:2: n_layer wants a value like 4, not 2.5'),
+    ('n_layer = True', 'x.py:2: n_layer wants'),
+    ('n_layer = 1000 * 1000000000000000000', 'x.py:2: n_layer wants'),
+    ('dropout = "high"', 'x.py:2: dropout wants'),
+    ('dropout = 1e999', 'x.py:2: dropout wants'),
+    ('task = None', "x.py:2: task wants a value like 'flipflop', not None"),
+    ('eval_lengths = (1, "2")', 'x.py:2: eval_lengths wants'),
+    ('eval_lengths = ()', 'x.py:2: eval_lengths wants'),
+    ('batch_size = 9 ** 9 ** 9', 'x.py:2: batch_size wants'),
+    ('batch_size = 1 // 0', 'x.py:2: batch_size wants'),
+    ('batch_size = "a" * 4', 'x.py:2: batch_size wants'),
+    ('seed = n_embd * 2', 'x.py:2: seed wants a value like 0, not n_embd * 2'),
+    ('batch_size = open("/etc/passwd")', 'x.py:2: batch_size wants'),
+    ('batch_size = [x for x in (1,)]', 'x.py:2: batch_size wants'),
+    ('import os', 'x.py:2: not like batch_size = 32: import os'),
+    ('seed = batch_size = 1', 'x.py:2: not like'),
+    ('seed = = 1', 'invalid syntax (x.py, line 2)'),
     ('task = "\x00"', 'null bytes'),
 ])
 def test_bad_config_file(tmp_path, line, complaint):
     file = tmp_path / 'x.py'
     file.write_text(f'seed = 1\n{line}\n')
-    code, out, err = train(file)
-    assert (code, out) == (2, '') and complaint in err and err.count('\n') == 1
-    assert 'Traceback' not in err
-
+    refused(train(file), complaint)
 
 @pytest.mark.parametrize('args, complaint', [
-    (['--batchsize=3'], "unknown setting 'batchsize', did you mean 'batch_size'?"),
-    (['--batchsize', '3'], "unknown setting 'batchsize', did you mean 'batch_size'?"),
-    (['--zzz=3'], "unknown setting 'zzz'"),
-    (['--n_layer=two'], '--n_layer=two: n_layer wants int'),
-    (['--n_layer='], '--n_layer=: n_layer wants int'),
-    (['--resume=maybe'], 'resume wants bool'),
-    (['--resume'], '--resume needs a value'),
-    (['--compile=perhaps'], "compile 'perhaps' is unknown"),
-    (['config/missing.py'], 'there is no config file config/missing.py'),
-    (['--task=chess'], "task 'chess' is unknown"),
-    (['--attn=linear'], "unknown attn 'linear'"),
-    (['--n_embd=10', '--n_head=4'], 'n_embd (10) must be divisible by n_head (4)'),
-    (['--train_length=7'], 'flipflop length 7 must be even'),
-    (['--task=copy', '--repeats=False', '--train_length=20'], 'n_symbols'),
-    (['--max_iters=0'], 'max_iters must be at least 1'),
-    (['--eval_lengths=2,0'], 'eval_lengths must be at least 1, not 0'),
-    (['--seed=-1'], 'seed must be at least 0'),
-    (['--warmup_ratio=2'], 'warmup_ratio must be at least 0 and at most 1, not 2'),
-    (['--beta2=1'], 'beta2 must be at least 0 and at most 0.999'),
-    (['--device=tpu9'], "device 'tpu9' does not work here"),
-    (['--dtype=float16'], "dtype 'float16' is unknown"),
-    (['--resume=True', '--overwrite=True'], 'choose one'),
-    (['--resume=True'], 'nothing to resume'),
-    (['--out_dir='], 'out_dir is empty'),
-    (['--task=wikitext', '--data_dir=nowhere'], 'python data.py wikitext103 --data_dir=nowhere'),
-    (['RANK=1'], 'RANK is 1 and WORLD_SIZE 1'),
-    (['RANK=1', 'WORLD_SIZE=2', '--device=cuda:1'], "device 'cuda:1' is for one process"),
+    ('--batchsize=3', "unknown setting 'batchsize', did you mean 'batch_size'?"),
+    ('--batchsize 3', "unknown setting 'batchsize', did you mean 'batch_size'?"),
+    ('--n_layer=two', 'n_layer wants a value like 4, not two'),
+    ('--n_layer=', 'n_layer wants a value like 4, not ()'),
+    ('--n_layer=3;seed=4', 'invalid syntax'),
+    ('--resume=maybe', 'resume wants a value like False'),
+    ('--resume', '--resume needs a value'),
+    ('--resume --seed=1', '--resume needs a value'),
+    ('--compile=perhaps', "compile 'perhaps' is unknown"),
+    ('config/missing.py', "No such file or directory: 'config/missing.py'"),
+    ('--task=chess', "task 'chess' is unknown"),
+    ('--attn=linear', "unknown attn 'linear'"),
+    ('--n_embd=10 --n_head=4', 'n_embd (10) must be divisible by n_head (4)'),
+    ('--train_length=7', 'flipflop length 7 must be even'),
+    ('--task=copy --repeats=False --train_length=20', 'n_symbols'),
+    ('--max_iters=0', 'max_iters wants a value like 20000, not 0'),
+    ('--eval_lengths=2,0', 'eval_lengths wants a value like (1, 4), not (2, 0)'),
+    ('--seed=-1', 'seed wants a value like 0, not -1'),
+    ('--learning_rate=-1e-3', 'learning_rate wants'),
+    ('--warmup_ratio=2', 'warmup_ratio and min_lr_ratio are shares, at most 1'),
+    ('--beta2=1', 'Invalid beta parameter at index 1'),
+    ('--device=tpu9', "device 'tpu9' does not work here"),
+    ('--dtype=float16', "dtype 'float16' is unknown"),
+    ('--resume=True --overwrite=True', 'choose one'),
+    ('--resume=True', 'out/flipflop-tra-0/last.pt is missing'),
+    ('--out_dir=', 'out_dir is empty'),
+    ('--task=wikitext --data_dir=nowhere', 'python data.py wikitext103 --data_dir=nowhere'),
+    ('RANK=1', 'RANK is 1 and WORLD_SIZE 1'),
+    ('RANK=1 WORLD_SIZE=2 --device=cuda:1', "device 'cuda:1' is for one process"),
 ])
 def test_bad_flag(tmp_path, monkeypatch, args, complaint):
     monkeypatch.chdir(tmp_path)
-    for arg in args:
-        if arg.startswith(('RANK', 'WORLD')):
-            monkeypatch.setenv(*arg.split('='))
-    code, _, err = train(*(arg for arg in args if not arg.startswith(('RANK', 'WORLD'))))
-    assert code == 2 and complaint in err and err.count('\n') == 1 and 'Traceback' not in err
+    for variable in re.findall(r'[A-Z_]+=\d', args):
+        monkeypatch.setenv(*variable.split('='))
+    refused(train(*re.sub(r'[A-Z_]+=\d', '', args).split()), complaint)
     assert not Path('out').exists()
-
 
 def test_bad_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny('run', max_iters=3)
-    last = Path('run/last.pt')
-    good = load('run')
-
-    def refused(complaint, content=None, **changes):
+    last, good = Path('run/last.pt'), load('run')
+    changed = lambda key, **changes: {**good, key: {**good[key], **changes}}
+    weight = lambda value: changed('model', **{'embed.weight': value})
+    for complaint, content, changes in (
+            ('n_embd=16, but now it is 32', good, {'n_embd': 32}),
+            ("attn='tra', but now it is 'rope'", good, {'attn': 'rope'}),
+            ('seed=0, but', good, {'seed': 1}),
+            ('batch_size=8, but', good, {'batch_size': 4}),
+            ('vocab_size', good, {'task': 'copy'}),
+            ('step 3 is beyond max_iters 2', good, {'max_iters': 2}),
+            ('step -1 is beyond', {**good, 'step': -1}, {}),
+            ("n_wings=2, but now it is 'unknown here'", changed('config', n_wings=2), {}),
+            ('size mismatch for embed.weight', weight(torch.zeros(7, 16)), {}),
+            ("'embed.weight' is not a tensor of finite", weight(torch.full((5, 16), math.nan)), {}),
+            ("'embed.weight' is not a tensor of finite", weight('x'), {}),
+            ("KeyError('optimizer')", {k: v for k, v in good.items() if k != 'optimizer'}, {}),
+            ('it has no moments', changed('optimizer', state={}), {}),
+            ('cannot be resumed', {**good, 'best': 'low'}, {}),
+            ("its 'step' is no int", {**good, 'step': 'three'}, {}),
+            ("its 'config' is no dict", {**good, 'config': [1]}, {}),
+            ('no checkpoint', {'weights': 1}, {}),
+            ('damaged', None, {}),
+            ('pickled object', {**good, 'config': Trap()}, {})):
         torch.save(good if content is None else content, last)
-        if content == b'':
+        if content is None:
             last.write_bytes(last.read_bytes()[:-1000])
         before = last.read_bytes()
-        code, _, err = tiny('run', resume=True, **{'max_iters': 3, **changes})
-        assert code == 2 and 'run/last.pt' in err and complaint in err and err.count('\n') == 1, err
+        result = tiny('run', **{'max_iters': 3, 'resume': True, **changes})
+        refused(result, 'run/last.pt', complaint)
         assert last.read_bytes() == before
-
-    def changed(key, **changes):
-        return {**good, key: {**good[key], **changes}}
-
-    refused('n_embd=16, but 32', n_embd=32)
-    refused("attn='tra', but 'rope'", attn='rope')
-    refused('seed=0, but 1', seed=1)
-    refused('batch_size=8, but 4', batch_size=4)
-    refused('vocab_size', task='copy')
-    refused('step 3, beyond max_iters 2', max_iters=2)
-    refused('step -1, beyond', {**good, 'step': -1})
-    refused("'n_wings', which this train.py does not know", changed('config', n_wings=2))
-    refused('does not fit', changed('model', **{'embed.weight': torch.zeros(7, 16)}))
-    refused("'embed.weight' is not a tensor of finite", changed('model', **{
-        'embed.weight': torch.full((5, 16), math.nan)}))
-    refused("'embed.weight' is not a tensor of finite", changed('model', **{'embed.weight': 'x'}))
-    state = good['optimizer']['state']
-    refused('cannot be resumed', {key: good[key] for key in good if key != 'optimizer'})
-    refused('moments are missing', changed('optimizer', state={}))
-    refused('damaged moments', changed('optimizer', state={
-        **state, 0: {**state[0], 'exp_avg': torch.full((5, 16), math.inf)}}))
-    refused('damaged moments', changed('optimizer', state={
-        **state, 0: {**state[0], 'exp_avg_sq': torch.zeros(3)}}))
-    refused('cannot be resumed', {**good, 'best': 'low'})
-    refused("its 'step' is no int", {**good, 'step': 'three'})
-    refused("its 'config' is no dict", {**good, 'config': [1]})
-    refused('no checkpoint', {'weights': 1})
-    refused('damaged', b'')
-    refused('pickled object', {**good, 'config': Trap()})
     assert not Path('trapped').exists()
-
-
-def test_a_gate_that_idles_has_no_moments(tmp_path):
-    for resume, steps in ((False, 2), (True, 3)):
-        code, _, err = tiny(tmp_path, tra_distance=False, resume=resume, max_iters=steps)
-        assert code == 0, err
-
 
 def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / 'file').write_text('')
-    code, _, err = tiny(tmp_path / 'file' / 'run')
-    assert code == 2 and str(tmp_path / 'file') in err and err.count('\n') == 1
+    refused(tiny(tmp_path / 'file' / 'run'), str(tmp_path / 'file'))
     for name in ('metrics.jsonl', 'config.json', 'best.pt'):        # part of a run is a run
         (tmp_path / name[:2]).mkdir()
         (tmp_path / name[:2] / name).write_text('{}')
-        code, _, err = tiny(tmp_path / name[:2])
-        assert code == 2 and f'already holds a run ({name})' in err and err.count('\n') == 1
+        refused(tiny(tmp_path / name[:2]), f'already holds a run ({name})')
     run = start(*as_args({**TINY, 'out_dir': tmp_path / 'x'}),
                 env={'TORCHINDUCTOR_CACHE_DIR': '/dev/null/x', 'TORCHDYNAMO_DISABLE': '0'})
     out = run.communicate()[0]
     assert run.returncode == 2 and 'train.py: ' in out and "'/dev/null/x'" in out.splitlines()[-1]
 
-
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # README.md and config/
 
+README = (ROOT / 'README.md').read_text()
+
 def test_readme_tables_are_those_of_the_results(command):
-    """every table stands below a line <!-- results/NAME.json --FLAGS: TITLE --> and is what eval.py prints of that file"""
-    text = (ROOT / 'README.md').read_text()
-    found = re.findall(r'<!-- (results/[\w.-]+)([^:]*): ([^>]*) -->\n+(?:```\n)?((?:\|.*\n)+)', text)
-    assert sum(table.count('\n') for *_, table in found) == sum(line.startswith('|') for line in text.splitlines())
+    """A table stands below <!-- results/NAME.json --FLAGS: TITLE -->: what eval.py prints of it."""
+    found = re.findall(r'<!-- (results/[\w.-]+)([^:]*): ([^>]*) -->\n+(?:```\n)?((?:\|.*\n)+)',
+                       README)
+    assert ''.join(table for *_, table in found) == ''.join(re.findall(r'(?m)^\|.*\n', README))
     for path, flags, title, table in found:
         result = json.loads((ROOT / path).read_text())
         if 'exit' in result:        # measured before eval.BENCH was what it is: to be made again
             continue
         if 'kernel' in result:
             printed = evaluation.bench_report(result)
-            assert re.search(r'blockwise grows as T\^[\d.]+', printed)[0] in ' '.join(text.split())
+            grows = re.search(r'blockwise grows as T\^[\d.]+', printed)[0]
+            assert grows in ' '.join(README.split())
         else:
             assert all(set(r) >= {'config', 'seed'} for r in result['runs'])
             printed = command(ROOT / path, *flags.split())[1]
-        assert (table.rstrip() if title == 'table' else f'{title}:\n\n{table.rstrip()}') in printed, (path, title)
-    assert {path.name for path in (ROOT / 'results').iterdir()} == {Path(path).name for path, *_ in found}
-
+        table = table.rstrip() if title == 'table' else f'{title}:\n\n{table.rstrip()}'
+        assert table in printed, (path, title)
+    assert {path.name for path in (ROOT / 'results').iterdir()} == {Path(x[0]).name for x in found}
 
 def test_readme_changes_work(tmp_path):
-    """the lines that add a task and an attention: written into a copy, they train and are evaluated"""
+    """the lines that add a task and an attention, in a copy: it trains and is evaluated"""
     for path in ROOT.glob('*.py'):
         (tmp_path / path.name).write_text(path.read_text())
-    for name, lines in re.findall(r'```diff\n--- (\w+\.py)\n(.*?)```', (ROOT / 'README.md').read_text(), re.S):
-        path = tmp_path / name
-        text = path.read_text()
-        for hunk in lines.split('@@\n'):
-            old, new = (''.join(line[1:] for line in hunk.splitlines(True) if line[0] in signs) for signs in (' -', ' +'))
+    for name, diff in re.findall(r'```diff\n--- (\w+\.py)\n(.*?)```', README, re.S):
+        text = (tmp_path / name).read_text()
+        for hunk in diff.split('@@\n'):
+            lines = hunk.splitlines(True)
+            old, new = (''.join(x[1:] for x in lines if x[0] in signs) for signs in (' -', ' +'))
             assert text.count(old) == 1, old
             text = text.replace(old, new)
-        path.write_text(text)
-    env = {**os.environ, 'TORCHDYNAMO_DISABLE': '1'}
-    run = lambda *args: subprocess.run([sys.executable, *args], cwd=tmp_path, env=env, capture_output=True, text=True)
-    tiny = {**TINY, 'max_iters': 2, 'train_length': 8, 'task': 'sort', 'attn': 'window', 'out_dir': 'out'}
-    done = run('train.py', *as_args(tiny))
-    assert done.returncode == 0 and 'final | sort | window' in done.stdout, done.stderr
-    done = run('eval.py', 'out', '--attention=cab|abc', '--plot=a.png')
-    assert done.returncode == 0 and is_picture(tmp_path / 'a.png'), done.stderr
-
+        (tmp_path / name).write_text(text)
+    tiny = {**TINY, 'max_iters': 2, 'train_length': 8, 'task': 'sort', 'attn': 'window'}
+    for args, words in ((['train.py', *as_args(tiny), '--out_dir=out'], 'final | sort | window'),
+                        (['eval.py', 'out', '--attention=cab|abc', '--plot=a.png'], '')):
+        done = subprocess.run([sys.executable, *args], cwd=tmp_path, capture_output=True, text=True,
+                              env={**os.environ, 'TORCHDYNAMO_DISABLE': '1'})
+        assert done.returncode == 0 and words in done.stdout, done.stderr
+    assert is_picture(tmp_path / 'a.png')
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda path: path.stem)
 def test_config_file_is_sound(path):
     """headed by its command, short, and every setting known"""
-    s, text = settings_of(str(path)), path.read_text()
-    assert f'python train.py config/{path.name}' in text.split('\n\n')[0] and len(text.splitlines()) <= 25
+    s, text = settings_of(path), path.read_text()
+    assert f'python train.py config/{path.name}' in text.split('\n\n')[0]
+    assert len(text.splitlines()) <= 25
     assert s['task'] == path.stem.removesuffix('_cpu') and s['attn'] == 'tra'
-
 
 def test_flipflop_cpu_learns(tmp_path):
     code, out, err = train(ROOT / 'config' / 'flipflop_cpu.py', max_iters=50, log_interval=1,
                            eval_n=8, final_n=8, eval_lengths=1, out_dir=tmp_path)
     curve = losses(tmp_path)
     assert code == 0 and curve[50] < 0.5 * curve[1], err
-
 
 @needs_text
 def test_wikitext_cpu_learns(tmp_path):
@@ -2511,20 +2440,20 @@ def test_wikitext_cpu_learns(tmp_path):
     curve = losses(tmp_path / 'run')
     assert code == 0 and 'test@256' in out and curve[20] < curve[1] - 1, err
 
-
 def test_readme_names_what_exists():
-    text = (ROOT / 'README.md').read_text()
-    headings = re.findall(r'(?m)^##+ .*', text)
+    headings = re.findall(r'(?m)^##+ .*', README)
     assert len(headings) == len(set(headings))
-    for name in re.findall(r'\b(?:config|assets|results)/[\w.-]+|(?<![*\w$])\w+\.py\b', text):
+    for name in re.findall(r'\b(?:config|assets|results)/[\w.-]+|(?<![*\w$])\w+\.py\b', README):
         assert (ROOT / name).exists() or (ROOT / 'config' / name).exists(), name
-    commands = [line.split('#')[0].strip() for block in re.findall(r'```bash\n(.*?)```', text, re.S) for line in block.splitlines()]
+    commands = re.sub('#.*', '', '\n'.join(re.findall(r'```bash\n(.*?)```', README, re.S)))
     helps = {}
-    for script, args in (m.groups() for command in commands for m in re.finditer(r'(\w+\.py)\b([^&]*)', command)):
-        if script == 'test_tra.py' or 'pytest' in args:
+    for script, args in re.findall(r'(\w+\.py)\b([^&\n]*)', commands):
+        if script == 'test_tra.py':
             continue
-        helps[script] = helps.get(script) or subprocess.check_output([sys.executable, script, '-h'], cwd=ROOT, text=True)
+        about = script, *([args.split()[0]] if script == 'data.py' else [])
+        if about not in helps:
+            command = [sys.executable, *about, '-h']
+            helps[about] = subprocess.check_output(command, cwd=ROOT, text=True)
         for flag in re.findall(r'--\w+', args):
-            assert flag in helps[script] or flag in subprocess.run([sys.executable, script, args.split()[0], '-h'], cwd=ROOT,
-                                                                   capture_output=True, text=True).stdout, (script, flag)
-    assert {'train.py', 'eval.py', 'data.py'} <= set(helps)
+            assert flag in helps[about], (script, flag)
+    assert {'train.py', 'eval.py', 'data.py'} <= {script for script, *_ in helps}

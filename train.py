@@ -17,21 +17,16 @@ final table is and eval.py's, config.json, and metrics.jsonl with one JSON objec
 log_interval steps and each evaluation.
 """
 
-import signal
-signal.signal(signal.SIGINT, signal.SIG_DFL)    # nothing to save yet: Ctrl-C just ends
-
 import ast
 import difflib
-import io
 import json
 import math
-import operator
 import os
 import shlex
+import signal
 import sys
-import textwrap
 import time
-import tokenize
+from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -50,13 +45,13 @@ from eval import METRICS, evaluate, format_table
 from tra import Config, Decoder
 
 def settings():
-    return {key: value for key, value in globals().items() if key[0] != '_'
-            and isinstance(value, (bool, int, float, str, tuple, type(None)))}
+    return {key: value for key, value in globals().items()
+            if key[0] != '_' and isinstance(value, (int, float, str, tuple))}
 
 # -----------------------------------------------------------------------------
 # Settings. The defaults are the paper's flip-flop run.
 # run
-out_dir = None              # where to keep the run; None: out/NAME-attn-seed, NAME of file or task
+out_dir = 'auto'            # where to keep the run; auto: out/NAME-attn-seed, NAME of file or task
 resume = False              # go on from out_dir/last.pt
 overwrite = False           # start over in an out_dir that holds a run, which is lost
 log_interval = 100          # steps between log lines
@@ -109,123 +104,79 @@ grad_clip = 1.0             # largest norm of the gradient; 0: any
 DEFAULTS = settings()
 
 # -----------------------------------------------------------------------------
-# settings from files and flags
+# reading them: files win over defaults, flags over files, in whatever order they are given
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-             ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow}
-NO_LITERAL = (ValueError, TypeError, SyntaxError, ArithmeticError, RecursionError)
+ALLOWED = (ast.Constant, ast.Tuple, ast.List, ast.Load, ast.UnaryOp, ast.USub,
+           ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv)
 
-def literal(node):
-    """The value of a literal, or of arithmetic on numbers such as 4 * 64. Nothing is executed."""
-    if isinstance(node, (ast.Tuple, ast.List)):
-        return tuple(literal(x) for x in node.elts)
-    if not isinstance(node, ast.BinOp):
-        return ast.literal_eval(node)
-    left, right, kind = literal(node.left), literal(node.right), type(node.op)
-    check({type(left), type(right)} <= {int, float} and kind in OPERATORS, 'not arithmetic')
-    check(kind is not ast.Pow or max(abs(left), abs(right)) <= 100, 'too large')
-    return OPERATORS[kind](left, right)
-
-def default_of(key, where):
-    near = difflib.get_close_matches(key, DEFAULTS, 1, 0.5)
-    hint = f', did you mean {near[0]!r}?' if near else '; -h lists all'
-    check(key in DEFAULTS, f'{where}: unknown setting {key!r}{hint}')
-    return DEFAULTS[key]
-
-def typed(key, value, where):
-    """The value, if it is of the default's type; else a complaint that says where it was found."""
-    default = default_of(key, where)
-    kind = str if default is None else type(default)
-    if (default is None and value is None) or (key == 'compile' and isinstance(value, bool)):
+def read_value(key, node):
+    """A literal, or arithmetic such as 4 * 64, that is of the default's kind and in range."""
+    check(all(isinstance(x, ALLOWED) for x in ast.walk(node)), 'this would run code')
+    value, many = eval(ast.unparse(node)), isinstance(DEFAULTS[key], tuple)
+    if key == 'compile' and isinstance(value, bool):
         return value
-    if kind is float and type(value) is int:
-        value = float(min(value, 10 ** 300))
-    if kind is tuple:                                           # of ints; one alone will do
-        value = value if isinstance(value, tuple) else (value,)
-        check(value and all(type(x) is int for x in value),
-              f'{where}: {key} wants whole numbers like {default}, not {value}')
-    finite = kind is not float or (type(value) is float and math.isfinite(value))
-    check(type(value) is kind and finite,
-          f'{where}: {key} wants {kind.__name__}, like {default!r}, not {value!r}')
-    check(kind is not int or abs(value) < 2 ** 63, f'{where}: {key} must be below 2 ** 63')
-    return value
+    kind = int if many else type(DEFAULTS[key])
+    values = value if many and isinstance(value, (tuple, list)) else [value]
+    values = tuple(float(x) if kind is float and type(x) is int else x for x in values)
+    least = int(kind is int and key not in ('seed', 'final_n'))
+    check(values and all(type(x) is kind and (kind is str or least <= x < 2 ** 63) for x in values),
+          'of another kind, or out of range')
+    return values if many else values[0]
 
-def read_file(path):
-    """{key: value} of a file of assignments, which is parsed and never executed."""
-    path, found = Path(path), {}
-    check(path.is_file(), f'there is no config file {path}')
+def parse(source, path=None):
+    """{key: value} of the assignments in a config file, or of a flag written as one."""
+    found = {}
     try:
-        body = ast.parse(path.read_bytes()).body
-    except NO_LITERAL as error:
-        place = f'{path}:{getattr(error, "lineno", 1)}'
-        raise ValueError(f'{place}: {getattr(error, "msg", error)}') from None
-    for line in body:
-        where = f'{path}:{line.lineno}'
+        lines = ast.parse(source, path or 'command line').body
+    except SyntaxError as error:
+        raise ValueError(error) from None
+    for line in lines:
+        where = f'{path}:{line.lineno}' if path else 'command line'
         if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
             continue                                            # a docstring
-        key = getattr(line.targets[0], 'id', '') if isinstance(line, ast.Assign) else ''
-        check(key and len(line.targets) == 1, f'{where}: a config file has lines like '
-              f'batch_size = 32, not {ast.unparse(line).splitlines()[0]!r}')
+        check(isinstance(line, ast.Assign) and [type(x) for x in line.targets] == [ast.Name],
+              f'{where}: not like batch_size = 32: {ast.unparse(line)[:60]}')
+        key = line.targets[0].id
+        near = difflib.get_close_matches(key, DEFAULTS, 1, 0)[0]
+        check(key in DEFAULTS, f'{where}: unknown setting {key!r}, did you mean {near!r}?')
         try:
-            value = literal(line.value)
-        except NO_LITERAL:
-            raise ValueError(f'{where}: {key} wants a plain value or arithmetic on such, not '
-                             f'{ast.unparse(line.value)!r}') from None
-        found[key] = typed(key, value, where)
+            found[key] = read_value(key, line.value)
+        except (ValueError, TypeError, ArithmeticError):
+            raise ValueError(f'{where}: {key} wants a value like {DEFAULTS[key]!r}, '
+                             f'not {ast.unparse(line.value)}') from None
     return found
 
-def read_flag(key, text):
-    value = {'true': True, 'false': False, 'none': None}.get(text.lower(), text)
-    if value is text and not isinstance(DEFAULTS[key], (str, type(None))):
-        try:
-            value = literal(ast.parse(text, mode='eval').body)
-        except NO_LITERAL:
-            pass                                                # typed will complain of the text
-    return typed(key, value, f'--{key}={text}')
-
-def read_settings(argv):
-    """All settings: defaults, then files, then flags, in any order; the files; the flags."""
-    files, flags, found, argv = [], {}, dict(DEFAULTS), list(argv)
-    while argv:
-        arg = argv.pop(0)
-        if not arg.startswith('-'):
-            files.append(arg)
-            continue
-        key, equals, text = arg.lstrip('-').partition('=')
-        default = default_of(key, arg)
-        if not equals:
-            example = not default if isinstance(default, bool) else default
-            check(argv and not argv[0].startswith('--'),
-                  f'--{key} needs a value, as in --{key}={example}')
-            text = argv.pop(0)
-        flags[key] = text
-    for path in files:
-        found.update(read_file(path))
-    for key, text in flags.items():
-        found[key] = read_flag(key, text)
-    if found['out_dir'] is None:
-        name = Path(files[-1]).stem if files and 'task' not in flags else found['task']
-        found['out_dir'] = f'out/{name}-{found["attn"]}-{found["seed"]}'
-    return found, files, flags
-
-def print_help(config):
-    """The settings with their values in config and the comments that stand beside them above."""
+files, flags, config = [], {}, dict(DEFAULTS)
+words = iter([word for word in sys.argv[1:] if word not in ('-h', '--help')])
+for word in words:
+    if not word.startswith('-'):
+        files.append(word)
+        continue
+    key, equals, text = word.lstrip('-').partition('=')
+    text = text if equals else next(words, '--')
+    check(not text.startswith('--'), f'{word} needs a value')
+    flags[key.replace('-', '_')] = text
+for path in files:
+    config |= parse(Path(path).read_bytes(), path)
+for key, text in flags.items():
+    if text.lower() in ('true', 'false'):
+        text = text.capitalize()
+    elif isinstance(DEFAULTS.get(key), str):
+        text = repr(text)
+    config |= parse(f'{key} = ({text})')
+if config['out_dir'] == 'auto':
+    name = Path(files[-1]).stem if files and 'task' not in flags else config['task']
+    config['out_dir'] = f'out/{name}-{config["attn"]}-{config["seed"]}'
+if {'-h', '--help'} & set(sys.argv):
     print(__doc__.strip())
-    left, source = dict(config), io.StringIO(Path(__file__).read_text())
-    for token in tokenize.generate_tokens(source.readline):
-        if token.type != tokenize.COMMENT:
-            continue
-        key, comment = token.line.partition(' = ')[0], token.string.strip('# -')
+    left = dict(config)
+    for line in Path(__file__).read_text().splitlines():        # keys and comments as above
+        key, comment = line.partition(' = ')[0], line.partition('# ')[2]
         if key in left:
-            kind = 'str' if DEFAULTS[key] is None else type(DEFAULTS[key]).__name__
-            print(f'  --{key:<28}{kind:<7}{left.pop(key)!r:<15} {comment}')
-        elif left and token.start[1] == 0:                      # a heading, or a rule
+            kind, value = type(DEFAULTS[key]).__name__, repr(left.pop(key))
+            print(f'  --{key:<28}{kind:<7}{value:<15} {comment}')
+        elif left and line.startswith('# '):
             print(comment)
-
-arguments = [arg for arg in sys.argv[1:] if arg not in ('-h', '--help')]
-config, files, flags = read_settings(arguments)
-if len(arguments) < len(sys.argv) - 1:
-    print_help(config)
     sys.exit()
 globals().update(config)
 
@@ -236,17 +187,9 @@ globals().update(config)
 rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
 ddp = world > 1
 check(0 <= rank < world, f'RANK is {rank} and WORLD_SIZE {world}: torchrun sets both')
-for keys, least, most in (
-        ('batch_size gradient_accumulation_steps max_iters log_interval', 1, math.inf),
-        ('eval_interval save_interval eval_n eval_lengths', 1, math.inf),
-        ('seed learning_rate weight_decay grad_clip final_n', 0, math.inf),
-        ('warmup_ratio min_lr_ratio', 0, 1), ('beta1 beta2', 0, 0.999999)):
-    for key in keys.split():
-        value = min(eval_lengths) if key == 'eval_lengths' else config[key]
-        limits = f'at least {least}' + f' and at most {most}' * (most < math.inf)
-        check(least <= value <= most, f'{key} must be {limits}, not {value}')
 check(batch_size % world == 0,
       f'batch_size {batch_size} must be divisible by the number of processes, {world}')
+check(max(warmup_ratio, min_lr_ratio) <= 1, 'warmup_ratio and min_lr_ratio are shares, at most 1')
 check(not (resume and overwrite), 'resume goes on with a run, overwrite throws it away: choose one')
 check(out_dir, 'out_dir is empty: name a folder')
 source = make_task(task, train_length, **{key: config[key] for key in make_task.__kwdefaults__})
@@ -267,31 +210,51 @@ held = [name for name in ('last.pt', 'best.pt', 'config.json', metrics.name)
         if (folder / name).exists()]
 check(resume or overwrite or not held, f'{folder} already holds a run ({", ".join(held)}): '
       '--resume=True goes on with it, --overwrite=True starts over, --out_dir=... leaves it alone')
-check(last.exists() or not resume,
-      f'nothing to resume: {last} does not exist; leave out --resume to start')
-folder.mkdir(parents=True, exist_ok=True)
-if rank == 0:
+keep_freed_memory()
+torch.manual_seed(seed)
+raw_model = Decoder(model_config).to(device)    # not compiled, not wrapped: to save and to evaluate
+matrices = [p for p in raw_model.parameters() if p.dim() >= 2]
+vectors = [p for p in raw_model.parameters() if p.dim() < 2]
+optimizer = torch.optim.AdamW(
+    [{'params': matrices}, {'params': vectors, 'weight_decay': 0.0}], weight_decay=weight_decay,
+    lr=learning_rate, betas=(beta1, beta2), fused=device.startswith(('cuda', 'cpu')))
+
+step, best, logged = 0, math.inf, 0             # logged: bytes of metrics.jsonl
+if resume:          # no generator to restore: data and dropout follow from (seed, step, rank)
+    checkpoint = read_checkpoint(last)
+    saved, given = checkpoint['model_config'] | checkpoint['config'], vars(model_config) | identity
+    for key in saved | given:
+        old, new = saved.get(key, DEFAULTS.get(key)), given.get(key, 'unknown here')
+        check(old == new or key == 'max_iters', f'{last} has {key}={old!r}, but now it is {new!r}: '
+              'resume with the settings of that run, or choose another --out_dir')
     try:
-        import fcntl                                        # held for as long as the process lives
+        raw_model.load_state_dict(checkpoint['model'])
+        state = checkpoint['optimizer']['state']
+        optimizer.load_state_dict(optimizer.state_dict() | {'state': state})
+        step, best, logged = checkpoint['step'], float(checkpoint['best']), checkpoint['logged']
+        check(state, 'it has no moments')
+        check(0 < step <= max_iters, f'step {step} is beyond max_iters {max_iters}')
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f'{last} cannot be resumed: {error!r}') from None
+
+if rank == 0:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl                            # held for as long as the process lives
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (ImportError, OSError) as error:                 # Windows; a disk that has no locks
+    except (ImportError, OSError) as error:     # Windows; a disk that has no locks
         check(not isinstance(error, BlockingIOError),
               f'another process is training in {folder}: choose another --out_dir')
-checkpoint = read_checkpoint(last) if resume else None
-if checkpoint:
-    saved, given = checkpoint['model_config'] | checkpoint['config'], vars(model_config) | identity
-    for key in {**saved, **given}:
-        check(key in given, f'{last} has a setting {key!r}, which this train.py does not know')
-        old, new = saved.get(key, DEFAULTS.get(key)), given[key]    # a new setting had its default
-        check(old == new or key == 'max_iters', f'{last} has {key}={old!r}, but {new!r} was given: '
-              'resume with the settings of that run, or choose another --out_dir')
-    check(0 < checkpoint['step'] <= max_iters,
-          f'{last} is at step {checkpoint["step"]}, beyond max_iters {max_iters}')
+model = torch.compile(raw_model) if compile else raw_model
+if ddp:
+    cuda = device.startswith('cuda')
+    # while rank 0 evaluates, the others wait for it in the next step: that must not time out
+    dist.init_process_group('nccl' if cuda else 'gloo', timeout=timedelta(hours=4))
+    idle = attn == 'tra' and not tra_distance   # the gate gets no gradient then
+    model = DistributedDataParallel(model, device_ids=[device] if cuda else None,
+                                    find_unused_parameters=idle)
 
-# -----------------------------------------------------------------------------
-# model and optimiser, the same in every process
-
-stop = 0                                                    # the signal that asked for it
+stop = 0                                        # the signal that asked for it
 
 def say(text):
     """To whoever listens. If nobody does any more, as when tee has died, the run saves and ends."""
@@ -303,37 +266,7 @@ def say(text):
         stop = stop or signal.SIGPIPE
 
 say(machine.why)
-say(textwrap.fill('config: ' + ' '.join(f'{key}={value!r}' for key, value in config.items()), 100,
-                  break_long_words=False, break_on_hyphens=False, subsequent_indent='        '))
-keep_freed_memory()
-torch.manual_seed(seed)
-raw_model = Decoder(model_config).to(device)    # not compiled, not wrapped: to save and to evaluate
-matrices = [p for p in raw_model.parameters() if p.dim() >= 2]
-vectors = [p for p in raw_model.parameters() if p.dim() < 2]
-optimizer = torch.optim.AdamW(
-    [{'params': matrices}, {'params': vectors, 'weight_decay': 0.0}], weight_decay=weight_decay,
-    lr=learning_rate, betas=(beta1, beta2), fused=device.startswith(('cuda', 'cpu')))
-idle = attn == 'tra' and not tra_distance       # the gate gets no gradient then
-step, best = 0, math.inf
-if checkpoint:      # no generator to restore: data and dropout follow from (seed, step, rank)
-    try:
-        raw_model.load_state_dict(checkpoint['model'])
-        state = checkpoint['optimizer']['state']
-        optimizer.load_state_dict({**optimizer.state_dict(), 'state': state})
-        step, best = checkpoint['step'], float(checkpoint['best'])
-        check(idle or len(state) == len(matrices + vectors), 'moments are missing')
-        for p, state in optimizer.state.items():
-            for moment in (state['exp_avg'], state['exp_avg_sq']):
-                check(moment.shape == p.shape and moment.isfinite().all(), 'damaged moments')
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f'{last} cannot be resumed, it does not fit: {error!r}') from None
-model = torch.compile(raw_model) if compile else raw_model
-if ddp:
-    cuda = device.startswith('cuda')
-    # while rank 0 evaluates, the others wait for it in the next step: that must not time out
-    dist.init_process_group('nccl' if cuda else 'gloo', timeout=timedelta(hours=4))
-    model = DistributedDataParallel(model, device_ids=[device] if cuda else None,
-                                    find_unused_parameters=idle)
+say(' '.join(f'{key}={config[key]!r}' for key in config if config[key] != DEFAULTS[key]))
 tokens = source.batch(seed, 0, 1)[0].size * batch_size * gradient_accumulation_steps
 parameters = sum(p.numel() for p in raw_model.parameters())
 say(f'{parameters:,} parameters | {tokens:,} tokens a step | processes: {world} | {folder}')
@@ -350,19 +283,16 @@ def get_lr(step):
 
 def batches(step):
     """
-    This process's part of a step: micro-batches (idx, targets, share of the step's scored tokens).
-
-    Every process makes the batch of the whole step, which takes a millisecond, and keeps its own
-    rows. So the batch does not depend on how many processes and micro-batches it is dealt to; and
-    weighted by their shares, the losses add up to the mean over all scored tokens, although some
-    rows have more of them than others.
+    This process's micro-batches: (idx, targets, their share of the step's scored tokens). Every
+    process makes the whole batch and keeps its rows, so the batch does not depend on how it is
+    dealt; losses weighted by the shares add up to the mean over all scored tokens.
     """
     idx, targets = source.batch(seed, step, batch_size * gradient_accumulation_steps)
     scored = (targets >= 0).sum()
     parts = (np.split(x[rank::world], gradient_accumulation_steps) for x in (idx, targets))
     for idx, targets in zip(*parts):
         share = float((targets >= 0).sum() / scored)
-        pair = [torch.from_numpy(np.ascontiguousarray(x)) for x in (idx, targets)]
+        pair = [torch.from_numpy(x) for x in (idx, targets)]
         if device.startswith('cuda'):                       # pinned: no need to wait for the copy
             pair = [x.pin_memory() for x in pair]
         yield *(x.to(device, non_blocking=True) for x in pair), share
@@ -370,33 +300,22 @@ def batches(step):
 def save(name):
     save_checkpoint(folder / name, {
         'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step,
-        'best': best, 'model_config': vars(model_config), 'config': identity,
+        'best': best, 'logged': logged, 'model_config': vars(model_config), 'config': identity,
         'run': {key: config[key] for key in config if key in MAY_CHANGE}})
 
 def log(entries):
+    global logged
     with open(metrics, 'a') as f:
         f.writelines(json.dumps(entry) + '\n' for entry in entries)
+        logged = f.tell()
 
 def begin():
-    """
-    Make the folder that of this run. Not before its first step is done and saved: until then an
-    old run, which overwrite gives away, may be all there is. In a resumed run, drop what was logged
-    after the checkpoint, so that the file is that of a run never stopped.
-    """
-    kept = []
-    if not resume:
+    """Make the folder that of this run, without what was logged after the checkpoint."""
+    if not resume:              # an old run is given away once the new one has saved a step
         save('last.pt')
         (folder / 'best.pt').unlink(missing_ok=True)
-    elif metrics.exists():
-        for line in metrics.read_text(errors='replace').splitlines():
-            try:
-                entry = json.loads(line)
-                if entry['step'] <= step and 'final' not in entry:
-                    kept.append(line + '\n')
-            except (ValueError, LookupError, TypeError):    # killed in the middle of a line
-                pass
-    with atomic(metrics) as f:
-        f.write(''.join(kept).encode())
+    with open(metrics, 'a') as f:
+        f.truncate(min(logged, f.tell()))
     with atomic(folder / 'config.json') as f:
         f.write(json.dumps(config, indent=2).encode())
 
@@ -406,40 +325,35 @@ def summary(rows):
     name, write = METRICS[key]
     return ', '.join(f'{row["split"]}@{row[size]} {write(row[key])}' for row in rows) + f' {name}'
 
-def command(without, **changes):
-    """The command line of this run, changed."""
+def command(**changes):
+    """The command line of this run, changed; None: without this flag."""
     here = os.environ.get('LOCAL_WORLD_SIZE')
-    words = ['torchrun', f'--nproc_per_node={here}'] if ddp else ['python']
-    kept = {key: text for key, text in flags.items() if key not in without} | changes
-    words += [sys.argv[0], *files, *(f'--{key}={text}' for key, text in kept.items())]
-    return shlex.join(words)
+    changed = flags | {'resume': None, 'overwrite': None} | changes
+    words = [sys.argv[0], *files, *(f'--{k}={v}' for k, v in changed.items() if v is not None)]
+    return (f'torchrun --nproc_per_node={here} ' if ddp else 'python ') + shlex.join(words)
 
 def on_signal(number, _):
     global stop
     stop = stop or number
-    if not ddp:                                             # else torchrun's signal follows yours
+    if not ddp:                                 # else torchrun's signal follows yours
         signal.signal(number, signal.SIG_DFL)
-        try:
+        with suppress(OSError):                 # tee has died of the same Ctrl-C
             os.write(2, b'\nstopping after this step; a second time stops at once, unsaved\n')
-        except OSError:
-            pass                                            # tee has died of the same Ctrl-C
 
 # -----------------------------------------------------------------------------
 # the loop
 
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, on_signal)
-if hasattr(signal, 'SIGHUP') and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:     # no nohup
-    signal.signal(signal.SIGHUP, on_signal)
-if checkpoint:
+for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, 'SIGHUP', signal.SIGTERM)):
+    if signal.getsignal(number) != signal.SIG_IGN:          # nohup ignores SIGHUP
+        signal.signal(number, on_signal)
+if resume:
     if rank == 0:
         begin()
     say(f'resumed {last} at step {step}' + ': the run is complete' * (step == max_iters))
 if step < max_iters and (compile or attn == 'tra'):
     say('compiling: this takes a while the first time, then it is cached')
-broken = torch.zeros((), dtype=torch.long, device=device)   # the first step that was not finite
 began = shown = time.monotonic()                            # shown: the last log line
-clock, shown_step, saved_step, stopping = None, step, step, 0
+first, shown_step, stopping = step + 1, step, False
 
 model.train()
 while step < max_iters and not stopping:
@@ -457,7 +371,7 @@ while step < max_iters and not stopping:
             part = model(x, y)[1] * share
         (part * world).backward()                           # processes average, we want the sum
         loss += part.detach()
-    norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
+    torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip or math.inf)
     optimizer.step()
     optimizer.zero_grad()
     step += 1
@@ -465,41 +379,34 @@ while step < max_iters and not stopping:
         report = torch.stack([loss, torch.full_like(loss, stop)])
         dist.all_reduce(report)
         loss = report[0]
-    broken = torch.where((broken == 0) & ~torch.isfinite(loss + norm), step, broken)
 
     # what is due
     logging = step % log_interval == 0
     evaluating = step % eval_interval == 0 or step == max_iters
-    stopping = stop
+    stopping = stop > 0
     if ddp:                     # all or none; to ask a GPU at every step would slow it
-        asked = (device == 'cpu' or logging) and report[1] > 0
-        stopping = (stop or signal.SIGTERM) if asked else 0
+        stopping = (device == 'cpu' or logging) and report[1].item() > 0
     saving = evaluating or stopping or step == 1 or step % save_interval == 0
-    now = time.monotonic()      # a line is also due when time has doubled: soon, and rarely later
-    telling = logging or clock is None or now - clock >= 2 * (shown - clock)
-    if telling or saving:
-        finite = not saving or all(torch.isfinite(p).all() for p in raw_model.parameters())
-        if broken or not finite:
-            good = f'{last} of step {saved_step}' if saved_step else 'none'
-            print(f'train.py: loss, gradient or weights are not finite at step '
-                  f'{int(broken) or step}, so the run stops; the last good checkpoint is {good}; '
-                  'try a lower learning_rate', file=sys.stderr)
-            sys.exit(1)
-    if rank == 0 and step == 1:
+    since = step - first        # also told at 0, 1, 2, 4, 8, ...: there is an eta soon
+    telling = logging or (since < log_interval and since & (since - 1) == 0)
+    if telling or saving:       # a weight that is not finite stays so: found here at the latest
+        if not all(torch.isfinite(x).all() for x in (loss, *raw_model.parameters())):
+            sys.exit(f'train.py: loss or weights are not finite at step {step}, so the run stops; '
+                     f'{last} is as it was; try a lower learning_rate')
+    if rank > 0:
+        continue
+    if step == 1:
         begin()
-    if rank == 0 and telling:
-        last_loss, now = loss.item(), time.monotonic()
-        ms = 1000 * (now - shown) / max(1, step - shown_step)
-        if clock is None:
-            pace = f'first step done after {now - began:.0f} s'
-        else:
-            left = (now - clock) / max(1, step - clock_step) * (max_iters - step)
-            pace = f'{ms:.0f} ms/step | eta {timedelta(seconds=round(left))}'
-        if logging:             # the file depends on steps alone, not on how fast they were
-            log([{'step': step, 'loss': last_loss, 'lr': lr, 'ms': round(ms, 1)}])
-        say(f'step {step}/{max_iters} | loss {last_loss:.4f} | lr {lr:.1e} | {pace}')
+    if telling:
+        loss, now = loss.item(), time.monotonic()
+        ms = 1000 * (now - shown) / (step - shown_step)
+        eta = timedelta(seconds=round(ms * (max_iters - step) / 1000))
+        pace = f'{ms:.0f} ms/step | eta {eta}' if since else f'first step in {ms / 1000:.0f} s'
+        if logging:
+            log([{'step': step, 'loss': loss, 'lr': lr, 'ms': round(ms, 1)}])
+        say(f'step {step}/{max_iters} | loss {loss:.4f} | lr {lr:.1e} | {pace}')
         shown, shown_step = now, step
-    if rank == 0 and evaluating:
+    if evaluating:
         rows = [evaluate(raw_model, source, split, train_length, eval_n, device, autocast)
                 for split in eval_splits]
         log({'step': step, **row} for row in rows)
@@ -510,38 +417,32 @@ while step < max_iters and not stopping:
             save('best.pt')
         say(f'step {step}/{max_iters} | {summary(rows)}' + ' | best so far' * better)
     if saving:
-        saved_step = step
-        if rank == 0:
-            save('last.pt')
-        shown, shown_step = time.monotonic(), step          # ms/step is of training, eta of all
-    if clock is None:                                       # once compiled
-        clock, clock_step = time.monotonic(), step
+        save('last.pt')
+        shown, shown_step = time.monotonic(), step          # ms/step is of training alone
 
 # -----------------------------------------------------------------------------
 # the table, of the file that eval.py takes
 
+stop = stop or (stopping and signal.SIGTERM)                # told by another process
 if rank == 0 and not stop:
     for number in (signal.SIGINT, signal.SIGTERM):          # there is nothing left to save
         signal.signal(number, signal.SIG_DFL)
-    name = 'best.pt' if (folder / 'best.pt').exists() else 'last.pt'
-    say(f'training is complete; evaluating {name}')
-    chosen, scored = read_checkpoint(folder / name), Decoder(model_config).to(device)
-    scored.load_state_dict(chosen['model'])
-    rows = [evaluate(scored, source, split, x * train_length, final_n or None, device, autocast)
+    say('training is complete; evaluating best.pt')
+    chosen = read_checkpoint(folder / 'best.pt')
+    raw_model.load_state_dict(chosen['model'])
+    rows = [evaluate(raw_model, source, split, x * train_length, final_n or None, device, autocast)
             for split in final_splits for x in eval_lengths]
     log({'step': chosen['step'], 'final': True, **row} for row in rows)
-    say(f'\n{format_table(rows)}\n')
-    say(f'final | {task} | {attn} | seed {seed} | {name}, step {chosen["step"]} | {summary(rows)}'
-        f' | {time.monotonic() - began:.0f} s')
+    say(f'\n{format_table(rows)}\n\nfinal | {task} | {attn} | seed {seed} | best.pt, '
+        f'step {chosen["step"]} | {summary(rows)} | {time.monotonic() - began:.0f} s')
     say(f'saved in {folder}: last.pt, best.pt, config.json, metrics.jsonl. To try next:')
     if attn == 'tra':
-        say('  ' + command(('resume', 'overwrite', 'out_dir'), attn='rope'))
+        say('  ' + command(out_dir=None, attn='rope'))
     say(f'  python eval.py {shlex.quote(out_dir)} --lengths=1x,2x,4x,8x,16x')
 if ddp:
     dist.barrier()
     dist.destroy_process_group()
-if stop or stopping:
-    stop = stop or stopping
+if stop:
     say(f'{signal.Signals(stop).name}: stopped after step {step}, saved in {last}. To go on:')
-    say('  ' + command(('resume', 'overwrite'), resume=True))
+    say('  ' + command(resume=True))
     sys.exit(128 + stop)
