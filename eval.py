@@ -50,9 +50,8 @@ def evaluate(model, task, split, length, n=None, device='cpu', autocast=None, mi
              progress=None):
     """
     A row of the table: n sequences of a split and length, or for wikitext the first n tokens of a
-    split in windows of that length. The model keeps its mode, and no random number is drawn, so a
-    training run goes on as if nothing had been. A list of mistakes gets those of the first wrong
-    sequences; progress is called with the number of tokens just done.
+    split in windows of that length. The model keeps its mode, and no random number is drawn. The
+    list of mistakes gets the first ones; progress is called with the number of tokens just done.
     """
     was_training = model.training
     run = partial(predict, model.eval(), device, autocast or nullcontext(), progress)
@@ -109,8 +108,7 @@ def evaluate_sequences(run, task, split, length, n, batch_tokens, mistakes):
     """
     exact_match: the share of sequences that are right at every scored position. token_error: the
     share of wrong positions among all that are scored. upper95: the rule of three. If no sequence
-    in n is wrong, then with 95% confidence fewer than 3 / n of all are, since a higher rate would
-    show in n draws more than 95% of the time: (1 - 3 / n)^n is about 0.05.
+    in n is wrong, fewer than 3 / n of all are, with 95% confidence: (1 - 3 / n)^n is about 0.05.
     """
     errors, tokens, total = [], 0, 0.0                  # errors: wrong tokens of each sequence
     for idx, targets in task.eval_batches(split, length, n, batch_tokens):
@@ -130,12 +128,7 @@ def evaluate_sequences(run, task, split, length, n, batch_tokens, mistakes):
             'tokens': tokens, 'loss': total / tokens}
 
 def marked(task, tokens, said, positions, before=70, after=10):
-    """
-    The text around the first wrong token and, below it, what was said instead:
-
-        w1i0i1r1w0i1r0
-               ^     ^  said 0 1
-    """
+    """The text around the first wrong token and, below it, marks and what was said instead."""
     start, stop = max(0, positions[0] - before), min(len(tokens), positions[0] + after)
     text, marks = '...' if start else '', ''
     here = [t for t in positions if t < stop]
@@ -148,14 +141,11 @@ def marked(task, tokens, said, positions, before=70, after=10):
 
 def evaluate_text(run, task, split, window, n, batch_tokens):
     """
-    Perplexity of the tokens 1 .. n; token 0 has nothing before it. The text is cut into windows
-    that do not overlap, the last one shorter, and each token is predicted from those before it in
-    its own window, the first of a window from one. So every window size scores the same tokens,
-    each once; what a longer window gains is context.
-
-    bits_per_byte shares the loss among the bytes that the tokens stand for, by the split's mean of
-    bytes per token: exact for byte models and for whole splits. by_position bins the loss by
-    visible tokens: 1, 2, 3-4, 5-8, ...
+    Perplexity of the tokens 1 .. n. The text is cut into windows that do not overlap, the last one
+    shorter, and each token is predicted from those before it in its own window, the first from one.
+    So every window size scores the same tokens, each once; what a longer one gains is context.
+    bits_per_byte takes the split's mean of bytes per token: exact for byte models and whole splits.
+    by_position bins the loss by visible tokens: 1, 2, 3-4, 5-8, ...
     """
     task.last_start(split, window)                      # complains of a window beyond the text
     data = task.tokens(split)
@@ -196,13 +186,6 @@ def place(row):
     """(split, length), of wikitext (split, window)"""
     return row['split'], row.get('window', row.get('length'))
 
-def by_place(runs):
-    """{(split, length): a row of each seed}"""
-    rows = {}
-    for row in (row for run in runs for row in run['rows']):
-        rows.setdefault(place(row), []).append(row)
-    return rows
-
 def format_table(rows):
     """The rows of one run, as evaluate returns them, for people."""
     return format_settings([('', [{'rows': rows}])])
@@ -210,31 +193,31 @@ def format_table(rows):
 def format_settings(settings):
     """
     Tables for [(label, [result of a run, of the next seed, ...]), ...]. One setting: splits and
-    lengths down, its metrics across. Several: a table for each metric, settings down, splits and
-    lengths across.
+    lengths down, metrics across. Several: a table for each metric, settings down.
     """
-    cells = [(label, by_place(runs)) for label, runs in settings]
-    places = list(dict.fromkeys(x for _, rows in cells for x in rows))
-    splits = list(dict.fromkeys(split for split, _ in places))
-    places.sort(key=lambda x: (splits.index(x[0]), x[1]))
-    keys = next(rows[places[0]][0] for _, rows in cells if places[0] in rows)
+    cells = {}                      # {(number of the setting, place): a row of each seed}
+    for n, (_, runs) in enumerate(settings):
+        for row in (row for run in runs for row in run['rows']):
+            cells.setdefault((n, place(row)), []).append(row)
+    splits = list(dict.fromkeys(split for _, (split, _) in cells))
+    places = sorted({x for _, x in cells}, key=lambda x: (splits.index(x[0]), x[1]))
+    keys = next(iter(cells.values()))[0]
     text = 'window' in keys
-
     def span(key, x):
         """'50', or '50 to 1,000' where runs differ; the bound of settings that were never wrong"""
-        values = [row[key] for _, rows in cells for row in rows.get(x, ())
-                  if all(other[key] is not None for other in rows[x])]
+        values = [row[key] for (_, where), rows in cells.items() if where == x for row in rows
+                  if all(other[key] is not None for other in rows)]
         form = '{:.2g}' if key == 'upper95' else '{:,}'
         ends = dict.fromkeys(form.format(end(values)) for end in (min, max) if values)
         return ' to '.join(ends) or '-'
-    def write(key, rows):
-        values = [row[key] for row in rows]
+    def write(key, n, x):
+        values = [row[key] for row in cells.get((n, x), ())]
         spread = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
         return METRICS[key][1](statistics.mean(values)) + spread if values else '-'
     counts = {'n': 'sequences', 'tokens': 'tokens' if text else 'scored', 'upper95': 'error below'}
     foot = [[name, *(span(key, x) for x in places)] for key, name in counts.items() if key in keys]
-    tables = {METRICS[key][0]: [[label, *(write(key, rows.get(x, [])) for x in places)]
-                                for label, rows in cells]
+    tables = {METRICS[key][0]: [[label, *(write(key, n, x) for x in places)]
+                                for n, (label, _) in enumerate(settings)]
               for key in METRICS if key in keys}
     if len(settings) == 1:
         lines = [['split', *(split for split, _ in places)],
@@ -247,8 +230,7 @@ def format_settings(settings):
 
 def render(lines):
     """A table aligned for the eye that is Markdown too: first column left, numbers right."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    first, *rest = widths
+    first, *rest = (max(map(len, column)) for column in zip(*lines))
     rule = '|'.join(['-' * (first + 2), *('-' * (w + 1) + ':' for w in rest)])
     form = ' | '.join([f'{{:<{first}}}', *(f'{{:>{w}}}' for w in rest)])
     head, *body = (f'| {form.format(*line)} |' for line in lines)
@@ -298,7 +280,8 @@ def pyplot():
     import matplotlib.pyplot as plt
     plt.rcParams.update({'font.size': 11, 'axes.spines.top': False, 'axes.spines.right': False,
                          'axes.edgecolor': GREY, 'axes.titleweight': 'bold', 'axes.titlesize': 12,
-                         'legend.frameon': False, 'legend.handlelength': 3, 'savefig.dpi': 160})
+                         'legend.frameon': False, 'legend.handlelength': 3, 'savefig.dpi': 160,
+                         'text.parse_math': False})
     return plt
 
 def plot_lengths(settings, path):
@@ -440,9 +423,8 @@ def plot_attention(panels, wide, title, path):
         ax.set_xticks(**ticks, rotation=90 if max(map(len, labels)) > 2 else 0)
         ax.set_yticks(**ticks)
         ax.tick_params(length=0, pad=2)
-    bar = fig.colorbar(plt.cm.ScalarMappable(cmap=blues), ax=axes, aspect=18, pad=0.01,
-                       shrink=min(1, 4 / (side * deep)), label='attention weight')
-    bar.outline.set_visible(False)
+    fig.colorbar(plt.cm.ScalarMappable(cmap=blues), ax=axes, aspect=18, pad=0.01,
+                 shrink=min(1, 4 / (side * deep)), label='attention weight')
     fig.suptitle(title, fontsize=18, fontweight='bold')
     fig.supxlabel(('    ' if side * wide > 18 else '\n').join(dict.fromkeys(notes)), color=GREY)
     fig.savefig(path, dpi=min(160, 3200 / fig.get_figwidth()), bbox_inches='tight', pad_inches=0.2)
@@ -607,9 +589,8 @@ def bench_report(result):
 
 def load_run(folder, device='cpu', checkpoint=None, data_dir=None):
     """(result, model, task) of a run; the result is what --json gives, still without rows."""
-    folder = Path(folder)
-    has_best = (folder / 'best.pt').is_file()
-    path, last = folder / (checkpoint or ('best.pt' if has_best else 'last.pt')), folder / 'last.pt'
+    best, last = Path(folder) / 'best.pt', Path(folder) / 'last.pt'
+    path = Path(folder) / checkpoint if checkpoint else best if best.is_file() else last
     saved = read_checkpoint(path)
     config, trained = {**saved['run'], **saved['config']}, saved['step']
     config['data_dir'] = data_dir or config.get('data_dir', 'data')
@@ -758,8 +739,7 @@ def draw_attention(args):
             tokens = task.encode(tokens)
         check(1 <= len(tokens) <= 96,
               f'--attention={args.attention} has {len(tokens)} tokens: a picture shows 1 to 96')
-        labels = [task.decode([t]).replace(' ', '␣').replace('\n', '\\n').replace('$', r'\$')
-                  for t in tokens]
+        labels = [repr(task.decode([t]))[1:-1].replace(' ', '␣') for t in tokens]
         layers = attention_parts(model, torch.tensor([tokens], device=args.machine.device))
         heads = {f'{n}.{h}': (f'{model.config.attn}, layer {n}, head {h}', labels,
                               {key: part[h - 1] for key, part in parts.items()})
@@ -829,14 +809,11 @@ def main():
     check_flags(args)
     args.machine = pick_machine(args.device, args.dtype)
     keep_freed_memory()
-    if args.bench:
-        bench(args)
-    elif args.attention is not None:
-        draw_attention(args)
-    elif args.sample is not None:
-        sample(args)
-    else:
-        make_table(args)
+    if args.attention is not None:
+        return draw_attention(args)
+    if args.sample is not None:
+        return sample(args)
+    return bench(args) if args.bench else make_table(args)
 
 if __name__ == '__main__':
     main()
