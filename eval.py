@@ -17,13 +17,6 @@ A length is in tokens for flipflop; for copy, induct and instruct it is the most
 (data.py); for wikitext it is the window. --n is sequences for each split and length: by default as
 many as make 2^18 tokens, but from 2 to 1000. For wikitext it is tokens of text: by default all, and
 never less than the largest window.
-
---json and --out=FILE.json give {"runs": [...]}, and "interrupted": true if that was cut short. A
-run has "run", "task", "attn", "seed", "train_length", "config" (its settings), "checkpoint" and
-"step" (the file that was read), "trained" (how far the run itself has come), "mistakes", and "rows"
-of "split", "length", "n", "exact_match", "token_error", "tokens" (scored ones), "loss" (nats a
-token) and "upper95" (null if a sequence was wrong); for wikitext "split", "window", "tokens",
-"perplexity", "bits_per_byte", "loss" and "by_position" ("first" to "last" tokens were visible).
 """
 import argparse
 import ctypes
@@ -57,18 +50,17 @@ def evaluate(model, task, split, length, n=None, device='cpu', autocast=None, mi
              progress=None):
     """
     A row of the table: n sequences of a split and length, or for wikitext the first n tokens of a
-    split in windows of that length. The model keeps its mode, and no random number is drawn, so a
-    training run goes on as if nothing had been. A list of mistakes gets those of the first wrong
-    sequences; progress is called with the number of tokens just done.
+    split in windows of that length. The model keeps its mode, and no random number is drawn. The
+    list of mistakes gets the first ones; progress is called with the number of tokens just done.
     """
-    def run(idx, targets):
-        return predict(model, idx, targets, device, autocast or nullcontext(), progress)
-    n, batch_tokens = n or default_n(task, split, length), 2 ** (14 if device == 'cpu' else 16)
     was_training = model.training
-    model.eval()
+    run = partial(predict, model.eval(), device, autocast or nullcontext(), progress)
+    n, batch_tokens = n or default_n(task, split, length), 2 ** (14 if device == 'cpu' else 16)
+    batch_tokens = min(batch_tokens, 2 ** 28 // task.vocab_size)        # logits of at most a GB
     try:
         if task.name == 'wikitext':
             return evaluate_text(run, task, split, length, n, batch_tokens)
+        mistakes = [] if mistakes is None else mistakes
         return evaluate_sequences(run, task, split, length, n, batch_tokens, mistakes)
     finally:
         model.train(was_training)
@@ -79,12 +71,11 @@ def default_n(task, split, length):
     return min(1000, max(2, 2 ** 18 // length))
 
 @torch.no_grad()
-def predict(model, idx, targets, device, autocast, progress=None):
+def predict(model, device, autocast, progress, idx, targets):
     """
     What the model says at each scored position, always with the true tokens before it: the
     likeliest token (B, T), -1 where nothing is scored, and the loss (B, T), 0 there. Long sequences
-    are read in chunks through the KV cache, and the head sees scored positions only, some at a
-    time: memory is the cache and one chunk, whatever the length and the vocabulary.
+    are read in chunks through the KV cache: memory is the cache and one chunk.
     """
     B, T = idx.shape
     chunk = chunk_size(model.config, B, T)
@@ -92,18 +83,13 @@ def predict(model, idx, targets, device, autocast, progress=None):
     said, loss = np.full((B, T), -1), np.zeros((B, T))
     for part in (slice(start, start + chunk) for start in range(0, T, chunk)):
         scored = targets[:, part] >= 0
-        found = []                                          # (likeliest, loss) of the scored ones
         with autocast:
             x = model.trunk(torch.as_tensor(idx[:, part], device=device), cache)
-            x = x[torch.as_tensor(scored, device=device)]   # (scored, C)
-            target = torch.as_tensor(targets[:, part][scored], device=device)
-            some = max(1, 2 ** 24 // model.config.vocab_size)
-            for x, target in zip(x.split(some), target.split(some)):
-                logits = model.head(x)
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                nats = F.cross_entropy(logits, target, reduction='none')
-                found.append((logits.argmax(-1).cpu(), nats.cpu()))
-        said[:, part][scored], loss[:, part][scored] = map(torch.cat, zip(*found))
+            logits = model.head(x[torch.as_tensor(scored, device=device)])      # (scored, V)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        target = torch.as_tensor(targets[:, part][scored], device=device)
+        said[:, part][scored] = logits.argmax(-1).cpu()
+        loss[:, part][scored] = F.cross_entropy(logits, target, reduction='none').cpu()
         if progress:
             progress(scored.size)
     return said, loss
@@ -122,10 +108,8 @@ def evaluate_sequences(run, task, split, length, n, batch_tokens, mistakes):
     """
     exact_match: the share of sequences that are right at every scored position. token_error: the
     share of wrong positions among all that are scored. upper95: the rule of three. If no sequence
-    in n is wrong, then with 95% confidence fewer than 3 / n of all are, since a higher rate would
-    show in n draws more than 95% of the time: (1 - 3 / n)^n is about 0.05.
+    in n is wrong, fewer than 3 / n of all are, with 95% confidence: (1 - 3 / n)^n is about 0.05.
     """
-    mistakes = [] if mistakes is None else mistakes
     errors, tokens, total = [], 0, 0.0                  # errors: wrong tokens of each sequence
     for idx, targets in task.eval_batches(split, length, n, batch_tokens):
         said, loss = run(idx, targets)
@@ -138,18 +122,13 @@ def evaluate_sequences(run, task, split, length, n, batch_tokens, mistakes):
         errors += wrong.sum(1).tolist()
         tokens += int((targets >= 0).sum())
         total += float(loss.sum())
-    n, right = len(errors), errors.count(0)
+    right = errors.count(0)
     return {'split': split, 'length': length, 'n': n, 'exact_match': right / n,
             'token_error': sum(errors) / tokens, 'upper95': min(1.0, 3 / n) if right == n else None,
             'tokens': tokens, 'loss': total / tokens}
 
 def marked(task, tokens, said, positions, before=70, after=10):
-    """
-    The text around the first wrong token and, below it, what was said instead:
-
-        w1i0i1r1w0i1r0
-               ^     ^  said 0 1
-    """
+    """The text around the first wrong token and, below it, marks and what was said instead."""
     start, stop = max(0, positions[0] - before), min(len(tokens), positions[0] + after)
     text, marks = '...' if start else '', ''
     here = [t for t in positions if t < stop]
@@ -162,14 +141,11 @@ def marked(task, tokens, said, positions, before=70, after=10):
 
 def evaluate_text(run, task, split, window, n, batch_tokens):
     """
-    Perplexity of the tokens 1 .. n; token 0 has nothing before it. The text is cut into windows
-    that do not overlap, the last one shorter, and each token is predicted from those before it in
-    its own window, the first of a window from one. So every window size scores the same tokens,
-    each once; what a longer window gains is context.
-
-    bits_per_byte shares the loss among the bytes that the tokens stand for, by the split's mean of
-    bytes per token: exact for byte models and for whole splits. by_position bins the loss by
-    visible tokens: 1, 2, 3-4, 5-8, ...
+    Perplexity of the tokens 1 .. n. The text is cut into windows that do not overlap, the last one
+    shorter, and each token is predicted from those before it in its own window, the first from one.
+    So every window size scores the same tokens, each once; what a longer one gains is context.
+    bits_per_byte takes the split's mean of bytes per token: exact for byte models and whole splits.
+    by_position bins the loss by visible tokens: 1, 2, 3-4, 5-8, ...
     """
     next(task.eval_batches(split, window, 1))           # complains of a window beyond the text
     data = task.tokens(split)
@@ -201,7 +177,7 @@ def share(x):
         return f'{x:.3f}'
     return f'{x:.1e}' if x < 0.5 else f'{x:.6f}'
 
-# a row's metrics: key, name and how to write it; pictures show the first that a row has
+# a row's metrics: key, name and how to write it
 METRICS = {'exact_match': ('exact match', share), 'token_error': ('token error', share),
            'perplexity': ('perplexity', '{:.2f}'.format),
            'bits_per_byte': ('bits per byte', '{:.3f}'.format)}
@@ -214,90 +190,73 @@ def format_table(rows):
     """The rows of one run, as evaluate returns them, for people."""
     return format_settings([('', [{'rows': rows}])])
 
-def by_place(runs):
-    """{(split, length): a row of each seed}"""
-    rows = {}
-    for row in (row for run in runs for row in run['rows']):
-        rows.setdefault(place(row), []).append(row)
-    return rows
-
 def format_settings(settings):
     """
     Tables for [(label, [result of a run, of the next seed, ...]), ...]. One setting: splits and
-    lengths down, its metrics across. Several: a table for each metric, settings down, splits and
-    lengths across.
+    lengths down, metrics across. Several: a table for each metric, settings down.
     """
-    cells = [(label, by_place(runs)) for label, runs in settings]
-    places = list(dict.fromkeys(x for _, rows in cells for x in rows))
-    if not places:
-        return 'nothing measured yet'
-    splits = list(dict.fromkeys(split for split, _ in places))
-    places.sort(key=lambda x: (splits.index(x[0]), x[1]))
-    columns = [[rows[x] for _, rows in cells if x in rows] for x in places]
-    text = 'window' in columns[0][0][0]
-    counts = {'tokens': 'tokens'} if text else {'sequences': 'n', 'scored': 'tokens'}
-    counts = {name: [span([row[key] for rows in column for row in rows], '{:,}')
-                     for column in columns] for name, key in counts.items()}
-    if not text:    # of those settings in which no seed was ever wrong
-        bounds = [[[row['upper95'] for row in rows] for rows in column] for column in columns]
-        counts['error below'] = [span([x for xs in column if None not in xs for x in xs], '{:.2g}')
-                                 for column in bounds]
-
-    def write(key, rows):
-        values = [row[key] for row in rows]
+    cells = {}                      # {(number of the setting, place): a row of each seed}
+    for n, (_, runs) in enumerate(settings):
+        for row in (row for run in runs for row in run['rows']):
+            cells.setdefault((n, place(row)), []).append(row)
+    splits = list(dict.fromkeys(split for _, (split, _) in cells))
+    places = sorted({x for _, x in cells}, key=lambda x: (splits.index(x[0]), x[1]))
+    keys = next(iter(cells.values()))[0]
+    text = 'window' in keys
+    def span(key, x):
+        """'50', or '50 to 1,000' where runs differ; the bound of settings that were never wrong"""
+        values = [row[key] for (_, where), rows in cells.items() if where == x for row in rows
+                  if all(other[key] is not None for other in rows)]
+        form = '{:.2g}' if key == 'upper95' else '{:,}'
+        ends = dict.fromkeys(form.format(end(values)) for end in (min, max) if values)
+        return ' to '.join(ends) or '-'
+    def write(key, n, x):
+        values = [row[key] for row in cells.get((n, x), ())]
         spread = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
         return METRICS[key][1](statistics.mean(values)) + spread if values else '-'
-    tables = {METRICS[key][0]: [[label, *(write(key, rows.get(x, [])) for x in places)]
-                                for label, rows in cells]
-              for key in METRICS if key in columns[0][0][0]}
+    counts = {'n': 'sequences', 'tokens': 'tokens' if text else 'scored', 'upper95': 'error below'}
+    foot = [[name, *(span(key, x) for x in places)] for key, name in counts.items() if key in keys]
+    tables = {METRICS[key][0]: [[label, *(write(key, n, x) for x in places)]
+                                for n, (label, _) in enumerate(settings)]
+              for key in METRICS if key in keys}
     if len(settings) == 1:
         lines = [['split', *(split for split, _ in places)],
                  ['window' if text else 'length', *(f'{length:,}' for _, length in places)],
-                 *([name, *column] for name, column in counts.items()),
-                 *([name, *line[1:]] for name, [line] in tables.items())]
+                 *foot, *([name, *line[1:]] for name, [line] in tables.items())]
         return render(list(zip(*lines)))
     head = ['', *(f'{split} {length:,}' for split, length in places)]
-    foot = [[name, *column] for name, column in counts.items()]
     return '\n\n'.join(f'{name}:\n\n' + render([head, *lines, *foot[:None if n == 0 else 2]])
                        for n, (name, lines) in enumerate(tables.items()))   # the bound once
 
-def span(values, form):
-    """'50', or '50 to 1,000' where runs differ"""
-    return ' to '.join(dict.fromkeys(form.format(f(values)) for f in (min, max))) if values else '-'
-
 def render(lines):
     """A table aligned for the eye that is Markdown too: first column left, numbers right."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    rows = []
-    for first, *rest in lines:
-        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(rest, widths[1:]))]
-        rows.append(f'| {" | ".join(cells)} |')
-    rule = '|'.join(['-' * (widths[0] + 2), *('-' * (w + 1) + ':' for w in widths[1:])])
-    return '\n'.join([rows[0], f'|{rule}|', *rows[1:]])
+    first, *rest = (max(map(len, column)) for column in zip(*lines))
+    rule = '|'.join(['-' * (first + 2), *('-' * (w + 1) + ':' for w in rest)])
+    form = ' | '.join([f'{{:<{first}}}', *(f'{{:>{w}}}' for w in rest)])
+    head, *body = (f'| {form.format(*line)} |' for line in lines)
+    return '\n'.join([head, f'|{rule}|', *body])
 
 def group(results):
     """[(label, results)]: the runs of each setting, named by what sets it apart from most."""
     groups = {}
     for result in results:
         key = json.dumps([result['config'], unfinished(result)], sort_keys=True)
+        while result['seed'] in (run['seed'] for run in groups.get(key, ())):
+            key += ' again'         # a seed twice is not two seeds
         groups.setdefault(key, []).append(result)
-    settings = []
-    for runs in groups.values():    # a seed twice is not two seeds: such runs get a line each
-        alone = len({run['seed'] for run in runs}) < len(runs)
-        settings += [[run] for run in runs] if alone else [runs]
-    configs = [runs[0]['config'] for runs in settings]
-    keys = [key for key in dict.fromkeys(key for config in configs for key in config)
-            if key != 'attn' and any(c.get(key) != configs[0].get(key) for c in configs)]
-    rare = lambda key, x: 2 * sum(c.get(key) == x for c in configs) <= len(configs)
+    configs = [runs[0]['config'] for runs in groups.values()]
+    keys = dict.fromkeys(key for config in configs for key in config if key != 'attn')
+    values = {key: [config.get(key) for config in configs] for key in keys}
     labels = []
-    for config, (run, *_) in zip(configs, settings):
-        apart = [f'{key}={config.get(key)}' for key in keys if rare(key, config.get(key))]
+    for n, (run, *_) in enumerate(groups.values()):     # rare values, of at most half the settings
+        apart = [f'{key}={x[n]}' for key, x in values.items() if 2 * x.count(x[n]) <= len(x)]
         labels.append(', '.join([run['attn'], *apart]) + unfinished(run))
-    # where that is long, or another's too, the folder has the better name
-    names = [Path(run['run']).name + unfinished(run) if len(label) > 40 or labels.count(label) > 1
-             else label for label, (run, *_) in zip(labels, settings)]
-    return [(name + f' ({len(runs)} seeds)' * (len(runs) > 1), runs)
-            for name, runs in zip(names, settings)]
+    settings = []
+    for label, runs in zip(labels, groups.values()):
+        if len(label) > 40 or labels.count(label) > 1:  # then the folder has the better name
+            label = Path(runs[0]['run']).name + unfinished(runs[0])
+        settings.append((label + f' ({len(runs)} seeds)' * (len(runs) > 1), runs))
+    return settings
 
 def unfinished(result):
     """' (step 500 of 2000)', or nothing for a run that is complete"""
@@ -310,7 +269,7 @@ def unfinished(result):
 # an attention has one colour in all pictures (Okabe and Ito's, which colour-blind eyes tell apart)
 COLOURS = {'tra': '#0072B2', 'rope': '#D55E00', 'alibi': '#E69F00', 'cope': '#CC79A7',
            'fot': '#009E73', 'nape': '#56B4E9', 'stick': '#000000', 'nope': '#8A8A8A'}
-OTHER, GREY = '#7A5C1E', '#555555'
+GREY = '#555555'
 
 def pyplot():
     try:
@@ -321,85 +280,75 @@ def pyplot():
     import matplotlib.pyplot as plt
     plt.rcParams.update({'font.size': 11, 'axes.spines.top': False, 'axes.spines.right': False,
                          'axes.edgecolor': GREY, 'axes.titleweight': 'bold', 'axes.titlesize': 12,
-                         'legend.frameon': False, 'legend.handlelength': 3, 'savefig.dpi': 160})
+                         'legend.frameon': False, 'legend.handlelength': 3, 'savefig.dpi': 160,
+                         'text.parse_math': False})
     return plt
 
-def plot_lengths(settings, train_lengths, path):
+def plot_lengths(settings, path):
     """
-    The first metric against length: a panel for each split, a line for each setting, a band from
-    its worst seed to its best. For wikitext one more panel has the loss by position in the longest
-    window. Settings of one attention share its colour and differ in their dashes.
+    Exact match against length, or for wikitext bits per byte: a panel for each split, a line for
+    each setting, a band from its worst seed to its best. One more panel has wikitext by position in
+    the longest window. Settings of one attention share its colour and differ in their dashes.
     """
     plt = pyplot()
-    every = [row for _, runs in settings for run in runs for row in run['rows']]
-    check(every, 'nothing to draw: nothing measured yet')
-    lengths, text = sorted({place(row)[1] for row in every}), 'window' in every[0]
-    metric = next(key for key in METRICS if key in every[0])
-    if text and all(math.isclose(row['loss'], row['bits_per_byte'] * math.log(2)) for row in every):
-        metric = 'bits_per_byte'    # byte models: a token is a byte
-    panels = list(dict.fromkeys(row['split'] for row in every)) + [None] * text     # by position
+    runs = [run for _, seeds in settings for run in seeds]
+    train_lengths, rows = {run['train_length'] for run in runs}, sum((r['rows'] for r in runs), [])
+    longest, text = max(place(row)[1] for row in rows), 'window' in rows[0]
+    metric = 'bits_per_byte' if text else 'exact_match'
+    panels = {}                     # {title: {number of the setting: {x: [of each seed]}}}
+    for n, row in ((n, row) for n, (_, seeds) in enumerate(settings) for run in seeds
+                   for row in run['rows']):
+        split, length = place(row)
+        points = [(split, length, row[metric])]
+        for b in row['by_position'] if text and length == longest else ():
+            bits = b['loss'] / row['loss'] * row[metric]
+            points.append((f'{split}, window {length}', b['last'], bits))
+        for title, x, y in points:
+            panels.setdefault(title, {}).setdefault(n, {}).setdefault(x, []).append(y)
+
     wide = 2 if len(panels) == 4 else min(3, len(panels))   # a README is 800 pixels wide
     deep = math.ceil(len(panels) / wide)
     fig, axes = plt.subplots(deep, wide, figsize=(max(6.4, 1 + 3 * wide), 0.8 + 3.1 * deep),
                              squeeze=False, layout='constrained', sharey=not text)
     for ax in axes.flat[len(panels):]:
         ax.remove()
-    axes, used = axes.flat[:len(panels)], []
-    for n, (label, runs) in enumerate(settings):
-        colour = COLOURS.get(runs[0]['attn'], OTHER)
-        dashes = ('-', '--', ':', '-.')[used.count(colour) % 4]
-        used.append(colour)
-        for ax, split in zip(axes, panels):
-            points = {}     # x: the values of all seeds
-            for (where, length), rows in by_place(runs).items():
-                if where == split:
-                    points[length] = [row[metric] for row in rows]
-                elif split is None and (where, length) == (panels[-2], lengths[-1]):
-                    for b in (b for row in rows for b in row['by_position']):
-                        points.setdefault(math.sqrt(b['first'] * b['last']), []).append(b['loss'])
-            at = sorted(points)
+    colours = [COLOURS.get(seeds[0]['attn'], '#7A5C1E') for _, seeds in settings]
+    lines = {}                      # by their names
+    for ax, (title, of_settings) in zip(axes.flat, panels.items()):
+        for n, points in of_settings.items():
+            label, colour, at = settings[n][0], colours[n], sorted(points)
             low, middle, high = ([f(points[x]) for x in at] for f in (min, statistics.mean, max))
-            ax.plot(at, middle, 'o', ls=dashes, color=colour, label=label, lw=2.2, ms=5.5,
-                    zorder=2 + 1 / (n + 1))                 # the first on top
+            dashes = ('-', '--', ':', '-.')[colours[:n].count(colour) % 4]
+            [lines[label]] = ax.plot(at, middle, 'o', ls=dashes, color=colour, lw=2.2, ms=5.5,
+                                     label=label, zorder=2 + 1 / (n + 1))   # the first on top
             ax.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
-    for ax, split in zip(axes, panels):
-        ticks = sorted({*lengths, *train_lengths}) if split else [1, 8, 64, 512, 4096]
-        ax.set_xscale('log', base=2)
-        ax.set_xticks([x for x in ticks if x <= lengths[-1]][::math.ceil(len(ticks) / 6)])
-        ax.xaxis.set_major_formatter(lambda t, _: f'{t:g}' if t < 10000 else f'{t / 1000:.0f}k')
-        ax.minorticks_off()
-        ax.set_title(split or f'{panels[-2]}, in windows of {lengths[-1]}', pad=18, loc='left')
-        ax.set_xlabel('tokens visible' if not split else 'window' if text else 'length')
-        ax.set_ylabel(METRICS[metric][0] if split else 'loss (nats)')
-        ax.grid(axis='y', color='#e6e6e6')
         for length in train_lengths:
             ax.axvline(length, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
             ax.text(length, 1.01, f'trained at {length}', transform=ax.get_xaxis_transform(),
                     ha='center', fontsize=9, color=GREY)
+        ticks = sorted(train_lengths.union(*of_settings.values()))
+        ax.set_xscale('log', base=2)
+        ax.set(xticks=ticks[::math.ceil(len(ticks) / 6)], ylabel=METRICS[metric][0],
+               xlabel='length' if not text else 'tokens visible' if ',' in title else 'window')
+        ax.xaxis.set_major_formatter(lambda t, _: f'{t:g}' if t < 10000 else f'{t / 1000:.0f}k')
+        ax.minorticks_off()
+        ax.set_title(title, pad=18, loc='left')
+        ax.grid(axis='y', color='#e6e6e6')
         if not text:
             ax.set_ylim(-0.03, 1.03)
             ax.label_outer()
-        elif split and max(row[metric] for row in every) > 4 * min(row[metric] for row in every):
-            ax.set_yscale('log', subs=[2, 5])
-            ax.yaxis.set(major_formatter='{x:g}', minor_formatter='{x:g}')
-    name_lines(fig, axes)
+    fig.draw_without_rendering()    # now the points have their places
+    named = ax.get_legend_handles_labels()[0]
+    heights = sorted(ax.transData.transform(line.get_xydata()[-1])[1] for line in named)
+    if len(named) == len(lines) and all(np.diff(heights) > 0.2 * fig.dpi):
+        for line in named:          # lines are named where they end, if those ends are apart
+            ax.annotate(line.get_label(), line.get_xydata()[-1], (8, 0), color=line.get_color(),
+                        textcoords='offset points', va='center')
+    else:
+        columns = max(1, min(4, len(lines), 96 // (8 + max(map(len, lines)))))
+        fig.legend(lines.values(), lines, loc='outside lower center', ncols=columns)
     fig.savefig(path, bbox_inches='tight', pad_inches=0.15)
     plt.close(fig)
-
-def name_lines(fig, axes):
-    """A few lines are named where they end, if a panel keeps those ends apart; else a legend."""
-    lines, labels = axes[0].get_legend_handles_labels()
-    fig.draw_without_rendering()    # now the points have their places
-    for ax in reversed(axes if len(labels) <= 5 and max(map(len, labels)) <= 24 else []):
-        ends = [line.get_xydata()[-1:] for line in ax.get_legend_handles_labels()[0]]
-        heights = sorted(float(ax.transData.transform(end)[0, 1]) for end in ends if len(end))
-        if all(b - a > 14 / 72 * fig.dpi for a, b in zip(heights, heights[1:])):
-            for end, line in zip(ends, lines):
-                ax.annotate(line.get_label(), end[0], (8, 0), textcoords='offset points',
-                            va='center', color=line.get_color())
-            return
-    columns = max(1, min(4, len(labels), 96 // (8 + max(map(len, labels)))))
-    fig.legend(lines, labels, loc='outside lower center', ncols=columns)
 
 @torch.no_grad()
 def attention_parts(model, idx):
@@ -426,48 +375,45 @@ def attention_parts(model, idx):
             layers.append({name: part[0].float().cpu().numpy() for name, part in parts.items()})
     return layers
 
-def plot_attention(rows, title, path):
+def plot_attention(panels, wide, title, path):
     """
-    Rows of panels (name, labels of the tokens, parts of one head): queries down, keys across, the
-    weight as colour; TRA's counts and gates as numbers.
+    Panels (name, labels of the tokens, parts of one head), so many in a row: queries down, keys
+    across, the weight as colour; TRA's counts and gates as numbers.
     """
     plt = pyplot()
     from matplotlib.colors import LinearSegmentedColormap
     blues = LinearSegmentedColormap.from_list('', ['#e3eefa', '#6fa8dc', '#0072B2', '#0b2f5e'])
     oranges = LinearSegmentedColormap.from_list('', ['#fff3e6', '#E69F00'])
-    most, wide = max(len(labels) for row in rows for _, labels, _ in row), max(map(len, rows))
-    cell = 0.36 if most <= 24 else max(0.1, 8.6 / most)     # inches
+    most, deep = max(len(labels) for _, labels, _ in panels), math.ceil(len(panels) / wide)
+    small = most <= 24                                      # numbers can be read
+    cell = 0.36 if small else max(0.1, 8.6 / most)          # inches
     side = cell * (most + 2)
-    fig, axes = plt.subplots(len(rows), wide, squeeze=False, layout='constrained', figsize=(
-        max(7, wide * (side + 0.5) + 1), len(rows) * (side + 0.4) + 1.2))
-    for ax in axes.flat:
+    fig, axes = plt.subplots(deep, wide, squeeze=False, layout='constrained', figsize=(
+        max(7, wide * (side + 0.5) + 1), deep * (side + 0.4) + 1.2))
+    for ax in axes.flat[len(panels):]:
         ax.axis('off')
     notes = ['a row is a query, a column a key']
-    for ax, (name, labels, parts) in ((axes[n, h], panel) for n, row in enumerate(rows)
-                                      for h, panel in enumerate(row)):
+    for ax, (name, labels, parts) in zip(axes.flat, panels):
         T, weights, past = len(labels), parts['weights'], np.tri(len(labels)) > 0
         keep = parts.get('keep', past) > 0
         image = np.ones((T, T + 2, 4))                      # keys, a gap, the gate
         image[:, :T] = blues(weights)
         image[:, :T][~keep] = (0.92, 0.92, 0.92, 1)
         image[:, :T][~past] = 1                             # the future is blank
+        write = partial(ax.text, ha='center', va='center', fontsize=8 if T > 9 else 11)
         if 'keep' in parts:
-            kept = keep.sum() / past.sum()
-            ax.text(T, T / 16, f'keeps {kept:.0%}', ha='right', va='top', color='#777777')
-            notes.append('grey: dropped')
+            ax.text(T, T / 16, f'keeps {keep.sum() / past.sum():.0%}', ha='right', va='top',
+                    color='#777777')
+            notes += ['grey: dropped'] + ['2/7: the 2nd kept key, and 7th of all, back'] * small
+            for i, j in np.argwhere(keep & small):
+                write(j + 0.5, i + 0.52, f"{parts['count'][i, j]:.0f}/{i - j + 1}",
+                      color='white' if weights[i, j] > 0.4 else '#333333')
         if 'gate' in parts:
             image[:, T + 1] = oranges(parts['gate'])
             ax.text(T + 1.5, -0.2, 'gate', ha='center', color='#b06f00')
             notes.append('gate: what is left of a weight for each kept key further back')
-        if 'keep' in parts and most <= 24:
-            write = partial(ax.text, ha='center', va='center', fontsize=8 if T > 9 else 11)
-            for i, j in np.argwhere(keep):
-                write(j + 0.5, i + 0.52, f"{parts['count'][i, j]:.0f}/{i - j + 1}",
-                      color='white' if weights[i, j] > 0.4 else '#333333')
-            for i, gate in enumerate(parts.get('gate', ())):
+            for i, gate in enumerate(parts['gate'][:most * small]):
                 write(T + 1.5, i + 0.52, f'{gate:.2f}')
-            notes.append('2/7: the 2nd kept key, and 7th of all, back from the query')
-        ax.axis('on')
         ax.spines[:].set_visible(False)
         ax.pcolormesh(image, edgecolors='white', lw=0.6)
         ax.set(xlim=(0, T + 2), ylim=(T, 0), aspect='equal')
@@ -477,110 +423,99 @@ def plot_attention(rows, title, path):
         ax.set_xticks(**ticks, rotation=90 if max(map(len, labels)) > 2 else 0)
         ax.set_yticks(**ticks)
         ax.tick_params(length=0, pad=2)
-    bar = fig.colorbar(plt.cm.ScalarMappable(cmap=blues), ax=axes, aspect=18, pad=0.01,
-                       shrink=min(1, 4 / (side * len(rows))), label='attention weight')
-    bar.outline.set_visible(False)
+    fig.colorbar(plt.cm.ScalarMappable(cmap=blues), ax=axes, aspect=18, pad=0.01,
+                 shrink=min(1, 4 / (side * deep)), label='attention weight')
     fig.suptitle(title, fontsize=18, fontweight='bold')
     fig.supxlabel(('    ' if side * wide > 18 else '\n').join(dict.fromkeys(notes)), color=GREY)
     fig.savefig(path, dpi=min(160, 3200 / fig.get_figwidth()), bbox_inches='tight', pad_inches=0.2)
     plt.close(fig)
 
 # -----------------------------------------------------------------------------
-# the benchmark
+# the benchmark: what TRA costs, beside the plain formula and torch's fused attention
 
-BENCH = {
-    'kernel': (256, 512, 1024, 2048, 4096, 8192, 16384, 32768), 'tokens': 8192,     # lengths T
-    'dense': 2048, 'sdpa': 16384,                           # these up to so long only
+BENCH = {                                               # the sizes of each table
+    'kernel': (256, 512, 1024, 2048, 4096, 8192, 16384, 32768), 'tokens': 8192,
     'forgetful': (4096, 8192, 16384, 32768, 65536), 'generate': (1024, 8192, 32768),
-    'step': [('mini', 4, 4, 256, 8, 0.0), ('mini', 4, 4, 256, 8, 0.01),
-             ('medium', 8, 8, 512, 4, 0.0), ('medium', 8, 8, 512, 4, 0.01)], 'repeats': 12}
+    'step': ((4, 4, 256, 8, 0.0), (4, 4, 256, 8, 0.01), (8, 8, 512, 4, 0.0), (8, 8, 512, 4, 0.01)),
+    'longest': {'never': 16384, 'SDPA': 16384, 'dense': 2048},      # to wait for
+    'repeats': 60, 'seconds': 20}                       # of a line, whichever ends first
 
-def clock(functions, repeats, device):
-    """The best time in ms of each, interleaved: a busy moment falls on all of them alike."""
+def clock(functions, device):
+    """{name: best time in ms}, interleaved: a busy moment falls on all alike; ratios to the last"""
     def wait():
         if torch.device(device).type != 'cpu':          # a GPU answers before it is done
             torch.accelerator.synchronize(device)
-    best = [math.inf] * len(functions)
-    for repeat in range(repeats + 1):                   # the first one warms up and compiles
-        for n, function in enumerate(functions):
+    for function in functions.values():
+        function()                                      # warms up and compiles
+    best, end = dict.fromkeys(functions, math.inf), time.perf_counter() + BENCH['seconds']
+    for repeat in range(BENCH['repeats']):
+        for name, function in functions.items():
             wait()
             start = time.perf_counter()
             function()
             wait()
-            if repeat:
-                best[n] = min(best[n], 1e3 * (time.perf_counter() - start))
-    return best
+            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+        if repeat > 1 and time.perf_counter() > end:
+            break
+    *others, last = best
+    return best | {f'{name} / {last}': best[name] / best[last] for name in others}
 
 def peak_mb(function, device):
     """What a call adds to the peak memory, in MB; None where the system does not tell."""
-    kind = torch.device(device).type
-    if kind == 'cuda':
-        before = torch.cuda.memory_allocated(device)
+    if torch.device(device).type == 'cuda':
         torch.cuda.reset_peak_memory_stats(device)
-        function()
-        return (torch.cuda.max_memory_allocated(device) - before) / 2 ** 20
-    try:
-        ctypes.CDLL('libc.so.6').malloc_trim(0)         # or memory freed earlier is used in silence
-        Path('/proc/self/clear_refs').write_text('5')   # resets the peak
-    except (OSError, AttributeError):                   # not Linux, or another C library
-        kind = 'unknown'
-    if kind != 'cpu':
-        return None
-    def status(key):
-        return int(re.search(key + r':\s+(\d+)', Path('/proc/self/status').read_text())[1])
-    before = status('VmRSS')
+        peak = lambda: torch.cuda.max_memory_allocated(device) / 2 ** 20
+    else:
+        status = Path('/proc/self/status')
+        peak = lambda: int(re.search(r'VmHWM:\s+(\d+)', status.read_text())[1]) / 2 ** 10
+        try:
+            ctypes.CDLL('libc.so.6').malloc_trim(0)     # or memory freed earlier is used in silence
+            Path('/proc/self/clear_refs').write_text('5')       # the peak is what there is now
+        except (OSError, AttributeError):               # not Linux, or another C library
+            return None
+    before = peak()
     function()
-    return (status('VmHWM') - before) / 2 ** 10
+    return peak() - before
 
-def attention_inputs(B, T, machine, log_gate=None, H=4, D=64):
-    """q, k, v and gates, random or all alike, as the model would have them on this machine"""
+def attention_inputs(B, T, machine, H=4, D=64):
+    """q, k, v and random gates, as the model would have them on this machine"""
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, H, T, D, generator=rng) for _ in range(3))
     gate = F.logsigmoid(torch.randn(B, H, T, generator=rng))
-    if log_gate is not None:
-        gate.fill_(log_gate)
     xs = [x.to(getattr(torch, machine.dtype)) for x in (F.rms_norm(q, [D]), F.rms_norm(k, [D]), v)]
     return [x.to(machine.device).requires_grad_() for x in (*xs, gate)]
 
 blockwise = partial(tra.tra_blockwise, bound=8.1)       # sqrt(D) and a little, as the model says
 sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
 
-def both_ways(function, xs):
+def both_ways(function, *xs):
     """Forward and backward, to be called again and again."""
-    dout = torch.ones_like(xs[2])
     def run():
         out = function(*xs)
-        return out, *torch.autograd.grad(out, xs, dout)
+        return out, *torch.autograd.grad(out, xs, torch.ones_like(out))
     return run
 
-def bench_kernel(T, machine):
-    xs = attention_inputs(max(1, BENCH['tokens'] // T), T, machine)
-    never = [*xs[:3], torch.zeros_like(xs[3], requires_grad=True)]      # log_gate 0: no early exit
-    runs = [both_ways(blockwise, xs)]
-    if T <= BENCH['sdpa']:
-        runs += [both_ways(blockwise, never), both_ways(sdpa, xs[:3])]
-    times = clock(runs, BENCH['repeats'] if T <= 2048 else 4, machine.device)
-    ours, never, fused = (times + [None] * 2)[:3]
-    ours_mb, fused_mb = (peak_mb(run, machine.device) for run in (runs[0], runs[-1]))
-    dense = dense_mb = None
-    if T <= BENCH['dense']:     # last: it frees gigabytes, and the others would ask for them again
-        run = both_ways(tra.tra_dense, xs)
-        [dense], dense_mb = clock([run], 2, machine.device), peak_mb(run, machine.device)
-    return {'T': T, 'batch': len(xs[0]), 'SDPA': fused, 'random gates': ours,
-            'random / SDPA': fused and ours / fused, 'never forget': never,
-            'never / SDPA': fused and never / fused, 'dense': dense, 'MB: blockwise': ours_mb,
-            'MB: SDPA': fused and fused_mb, 'MB: dense': dense_mb}
+def kernel(machine, T):
+    """
+    Attention, H=4, D=64, forward + backward of at least 8192 tokens in ms, by length: blockwise
+    with random gates and with gates that never forget (no early exit), and MB that it adds:
+    """
+    *qkv, gate = attention_inputs(max(1, BENCH['tokens'] // T), T, machine)
+    never = torch.zeros_like(gate, requires_grad=True)
+    return {'random': both_ways(blockwise, *qkv, gate), 'never': both_ways(blockwise, *qkv, never),
+            'dense': both_ways(tra.tra_dense, *qkv, gate), 'SDPA': both_ways(sdpa, *qkv)}
 
-def bench_forgetful(T, machine):
-    xs = [x.detach() for x in attention_inputs(1, T, machine, log_gate=-2.0)]
-    runs = [partial(blockwise, *xs)] + [partial(sdpa, *xs[:3])] * (T <= BENCH['sdpa'])
-    ours, fused = (clock(runs, min(5, BENCH['repeats']), machine.device) + [None])[:2]
-    return {'T': T, 'blockwise': ours, 'SDPA': fused}
+def forgetful(machine, T):
+    """Forward in ms with gates that forget (log_gate = -2), one sequence, H=4, D=64, by length:"""
+    *qkv, gate = (x.detach() for x in attention_inputs(1, T, machine))
+    return {'blockwise': partial(blockwise, *qkv, gate.fill_(-2)), 'SDPA': partial(sdpa, *qkv)}
 
-def bench_step(size, machine):
-    """A step as train.py makes it."""
-    keep_freed_memory()
-    name, layers, heads, width, batch, dropout = size
+def step(machine, size):
+    """
+    A training step as train.py makes it, in ms, window 256, vocabulary 256, RoPE with fused
+    attention, by layers, heads, width, batch and dropout:
+    """
+    layers, heads, width, batch, dropout = size
     idx = torch.randint(256, (batch, 256)).to(machine.device)
     def stepper(attn):
         raw_model = tra.Decoder(tra.Config(vocab_size=256, n_layer=layers, n_head=heads, attn=attn,
@@ -588,125 +523,113 @@ def bench_step(size, machine):
         model = torch.compile(raw_model) if machine.compile else raw_model
         optimizer = torch.optim.AdamW(raw_model.parameters(), lr=1e-4,
                                       fused=machine.device.startswith(('cuda', 'cpu')))
-        def step():
+        def run():
             with machine.autocast:
                 loss = model(idx, idx)[1]
             loss.backward()
             torch.nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        return step
-    ours, rope = clock([stepper('tra'), stepper('rope')], BENCH['repeats'], machine.device)
-    return {'size': name, 'layers / heads / width': f'{layers} / {heads} / {width}', 'batch': batch,
-            'dropout': dropout, 'TRA': ours, 'RoPE': rope, 'TRA / RoPE': ours / rope}
+        return run
+    return {'TRA': stepper('tra'), 'RoPE': stepper('rope')}
 
-def bench_generate(context, machine):
+def generate(machine, context):
+    """Cached generation, 4 layers, width 256, one sequence, ms a token, by what is in the cache:"""
+    @torch.no_grad()
+    def read(model, cache, idx):
+        with machine.autocast:
+            model.head(model.trunk(idx, cache)[:, -1])
     def reader(attn):
         model = tra.Decoder(tra.Config(vocab_size=256, dropout=0.0, attn=attn))
         model, cache = model.to(machine.device).eval(), model.new_cache()
-        @torch.no_grad()
-        def read(idx):
-            with machine.autocast:
-                model.head(model.trunk(idx, cache)[:, -1])
         for part in torch.randint(256, (1, context)).to(machine.device).split(1024, 1):
-            read(part)
-        return partial(read, part[:, :1])
-    ours, rope = clock([reader('tra'), reader('rope')], 5 * BENCH['repeats'], machine.device)
-    return {'context': context, 'TRA': 1e3 / ours, 'RoPE': 1e3 / rope}
+            read(model, cache, part)
+        return partial(read, model, cache, part[:, :1])
+    return {'TRA': reader('tra'), 'RoPE': reader('rope')}
+
+TABLES = kernel, forgetful, step, generate
 
 def bench(args):
-    """What TRA costs, beside the plain formula and torch's fused attention, which does less."""
-    machine = args.machine
-    xs = attention_inputs(2, 300, pick_machine(machine.device, 'float32'))
-    pairs = zip(both_ways(blockwise, xs)(), both_ways(tra.tra_dense, xs)())
-    max_error = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    device = args.machine.device
+    xs = attention_inputs(2, 300, pick_machine(device, 'float32'))
+    pairs = zip(both_ways(blockwise, *xs)(), both_ways(tra.tra_dense, *xs)())
     result = {'torch': torch.__version__, 'threads': torch.get_num_threads(),
-              'machine': machine.why, 'max_error': max_error}
-    for name in ('kernel', 'forgetful', 'step', 'generate'):
-        result[name] = []
-        for size in BENCH[name]:
-            print(f'measuring: {name} {size}', file=sys.stderr, flush=True)
+              'machine': args.machine.why,
+              'max_error': max(float((a - b).detach().abs().max()) for a, b in pairs)}
+    for table in TABLES:
+        rows = result[table.__name__] = []
+        for size in BENCH[table.__name__]:
+            print(f'measuring: {table.__name__} {size}', file=sys.stderr, flush=True)
             torch.manual_seed(0)
-            result[name].append(globals()[f'bench_{name}'](size, machine))
-    print(save(args, json.dumps(result), bench_report(result)), flush=True)
+            runs = {name: run for name, run in table(args.machine, size).items()
+                    if size <= BENCH['longest'].get(name, size)}
+            rows.append({'size': size, **clock(runs, device)})
+            if table is kernel:
+                rows[-1] |= {f'MB {name}': peak_mb(run, device) for name, run in runs.items()}
+    publish(args, json.dumps(result), bench_report(result))
 
 def bench_report(result):
     """The result of bench, for people."""
-    def table(rows):
-        return render([list(rows[0]), *([cell(x) for x in row.values()] for row in rows)])
     def cell(x):
-        if x is None or isinstance(x, str):
-            return x or '-'
-        return f'{x:,}' if isinstance(x, int) else f'{x:.2f}' if x < 10 else f'{x:,.0f}'
-    first, last = result['forgetful'][0], result['forgetful'][-1]
-    power = math.log(last['blockwise'] / first['blockwise'], last['T'] / first['T'])
-    return '\n\n'.join([
-        'torch {torch}, {threads} threads, {machine}; blockwise against dense, float32, outputs '
-        'and gradients: largest difference {max_error:.1e}'.format(**result),
-        'Attention, H=4, D=64: forward + backward in ms, blockwise with random gates and with '
-        'gates that never forget (no early exit), and MB that forward + backward add:',
-        table(result['kernel']), 'Forward in ms with gates that forget (log_gate = -2), one '
-        'sequence, H=4, D=64:', table(result['forgetful']), f'blockwise grows as T^{power:.2f}',
-        'A training step (forward, backward, clipping, AdamW) in ms, window 256, vocabulary 256, '
-        'RoPE with fused attention:', table(result['step']),
-        'Cached generation, mini, one sequence, untrained, tokens per second:',
-        table(result['generate'])])
+        if isinstance(x, float):
+            return f'{x:.2f}' if x < 10 else f'{x:,.0f}'
+        return f'{x:,}' if isinstance(x, int) else ', '.join(map(str, x)) if x else '-'
+    words = ['torch {torch}, {threads} threads, {machine}; blockwise against dense, float32, '
+             'outputs and gradients: largest difference {max_error:.1e}'.format(**result)]
+    for table in TABLES:
+        rows = result[table.__name__]
+        cells = [[cell(row.get(key)) for key in rows[0]] for row in rows]
+        words += [' '.join(table.__doc__.split()), render([list(rows[0]), *cells])]
+    first, *_, last = result['forgetful']
+    power = math.log(last['blockwise'] / first['blockwise'], last['size'] / first['size'])
+    return '\n\n'.join([*words, f'With gates that forget blockwise grows as T^{power:.2f}'])
 
 # -----------------------------------------------------------------------------
 # the command line
 
 def load_run(folder, device='cpu', checkpoint=None, data_dir=None):
     """(result, model, task) of a run; the result is what --json gives, still without rows."""
-    folder = Path(folder)
-    check(folder.is_dir(), f'run folder {folder} does not exist')
-    best, last = folder / 'best.pt', folder / 'last.pt'
-    path = folder / checkpoint if checkpoint else best if best.is_file() else last
-    check(checkpoint or path.is_file(), f'no checkpoint in {folder}: neither best.pt nor last.pt')
+    best, last = Path(folder) / 'best.pt', Path(folder) / 'last.pt'
+    path = Path(folder) / checkpoint if checkpoint else best if best.is_file() else last
     saved = read_checkpoint(path)
     config, trained = {**saved['run'], **saved['config']}, saved['step']
-    goal, config['data_dir'] = config.get('max_iters'), data_dir or config.get('data_dir', 'data')
+    config['data_dir'] = data_dir or config.get('data_dir', 'data')
     try:
         model = tra.Decoder(tra.Config(**saved['model_config']))
         model.load_state_dict(saved['model'])
         task = make_task(config['task'], config['train_length'],
                          **{key: config[key] for key in make_task.__kwdefaults__ if key in config})
-        if goal and trained < goal and last.is_file():      # the best weights need not be the last
+        if trained < config.get('max_iters', 0) and last.is_file():     # best.pt may be old
             trained = max(trained, read_checkpoint(last)['step'])
     except (TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(f'{path} does not fit this code: {str(error)[:200]}') from None
-    setting = {key: x for key, x in saved['config'].items() if key != 'seed'}
     result = {'run': str(folder), 'task': task.name, 'attn': model.config.attn,
               'seed': config.get('seed'), 'train_length': task.train_length,
               'checkpoint': path.name, 'step': saved['step'], 'trained': trained,
-              'config': setting, 'rows': [], 'mistakes': []}
+              'config': {key: x for key, x in saved['config'].items() if key != 'seed'},
+              'rows': [], 'mistakes': [], 'interrupted': True}      # until all rows are there
     return result, model.to(device).eval(), task
 
 def read_results(path):
-    """(the results in a file of --out, did Ctrl-C cut them short)"""
+    """The results in a file of --out."""
     try:
-        saved = json.loads(Path(path).read_text(encoding='utf-8'), parse_constant=int)  # no NaN
-        check('kernel' not in saved, 'it is one of --bench')
-        check(saved['runs'], 'runs are missing')
-        for run in saved['runs']:   # to try what will be done with it finds what cannot be done
-            report([run], group([run]), False)
-            math.log(run['train_length']) + run['step']
-            for row in run['rows']:
-                math.log(place(row)[1]) + row['loss']
-                for b in row['by_position'] if 'window' in row else ():
-                    math.log(b['first'] * b['last']) + b['loss']
+        runs = json.loads(Path(path).read_text(encoding='utf-8'), parse_constant=int)['runs']
+        check(any(run['rows'] for run in runs), 'nothing was measured')
+        report(runs, group(runs))   # to try what will be done with it finds what cannot be done
+        for run, row in ((run, row) for run in runs for row in run['rows']):
+            math.log(run['train_length'] * place(row)[1]) + run['step'] + row['loss']
+            [b['last'] + b['loss'] for b in row.get('by_position', ())]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f'{path} is no result of eval.py RUN --out=FILE.json: {error}') from None
-    return saved['runs'], 'interrupted' in saved
+    return runs
 
 def chosen(args, splits, lengths, train_length):
     """The splits and lengths that the flags ask for, or else these."""
     if args.lengths:
-        lengths = []
-        for part in args.lengths.split(','):
-            match = re.fullmatch(r'\s*(\d+)(x?)\s*', part)
-            check(match, f'--lengths={args.lengths}: {part!r} is neither a length such as 512 nor '
-                         'a multiple such as 8x')
-            lengths.append(int(match[1]) * (train_length if match[2] else 1))
+        parts = {part: re.fullmatch(r'\s*(\d+)(x?)\s*', part) for part in args.lengths.split(',')}
+        check(all(parts.values()), f'--lengths={args.lengths} has a part that is neither a length '
+                                   'such as 512 nor a multiple such as 8x')
+        lengths = [int(x[1]) * (train_length if x[2] else 1) for x in parts.values()]
     return args.split.split(',') if args.split else splits, list(dict.fromkeys(lengths))
 
 def load_runs(args):
@@ -718,23 +641,17 @@ def load_runs(args):
             continue
         check(args.attention is None and args.sample is None,
               f'{name} holds results, no model: name the run itself')
-        results, interrupted = read_results(name)
-        args.cut_short |= interrupted
-        for result in results:
-            held = [place(row) for row in result['rows']]
-            splits, lengths = chosen(args, *zip(*held or [('', 0)]), result['train_length'])
-            result['rows'] = [row for row, (split, length) in zip(result['rows'], held)
-                              if split in splits and length in lengths]
-            check(result['rows'] or not held, f'{name} holds no such split and length, but '
-                  + ', '.join(f'{split} {length}' for split, length in held))
+        for result in read_results(name):
+            splits, lengths = zip(*map(place, result['rows'])) if result['rows'] else ((), ())
+            splits, lengths = chosen(args, splits, lengths, result['train_length'])
+            result['rows'] = [row for row in result['rows'] if place(row)[0] in splits
+                              and place(row)[1] in lengths]
             runs.append((result, None, None))
-    first, seen = runs[0][0], set()
-    for result, *_ in runs:
-        check(result['task'] == first['task'], 'runs of different tasks: {run} is {task}, '
-              .format(**first) + '{run} is {task}'.format(**result))
-        key = Path(result['run']).resolve(), result['seed'], json.dumps(result['config'])
-        check(key not in seen, '{run}, seed {seed}, is there twice'.format(**result))
-        seen.add(key)
+    results = [result for result, *_ in runs]
+    check(len({result['task'] for result in results}) == 1, 'runs of different tasks: '
+          + ', '.join('{run} is {task}'.format(**result) for result in results))
+    keys = {json.dumps([str(Path(r['run']).resolve()), r['seed'], r['config']]) for r in results}
+    check(len(keys) == len(runs), f'a run is there twice: {", ".join(args.runs)}')
     return runs
 
 def plan(args, task):
@@ -748,15 +665,19 @@ def plan(args, task):
         width = next(task.eval_batches(split, length, 1))[0].shape[1]
         n = args.n or default_n(task, split, length)
         if task.name == 'wikitext':
-            n, width = min(max(n, *lengths), default_n(task, split, length)), 1
+            n, width = max(n, *lengths), 1
         yield split, length, n, n * width
 
-def measure(args, runs):
-    """Fills the results of the runs. Returns what ended that early: Ctrl-C, no memory, ..."""
-    plans = [(run, list(plan(args, run[2])) if run[1] else []) for run in runs]
+def make_table(args):
+    if args.plot is not None:
+        pyplot()    # if it is missing, say so before the work
+    runs = load_runs(args)
+    results = [result for result, *_ in runs]
+    plans = [list(plan(args, task)) if task else [] for *_, task in runs]
+    check(any(plans) or any(result['rows'] for result in results), 'no such split and length')
     try:
-        with Progress(sum(cell[-1] for _, cells in plans for cell in cells)) as progress:
-            for (result, model, task), cells in plans:
+        with Progress(sum(tokens for cells in plans for *_, tokens in cells)) as progress:
+            for (result, model, task), cells in zip(runs, plans):
                 wrong = []
                 for split, length, n, _ in cells:
                     progress.label, mistakes = f"{result['run']}: {split}, length {length}", []
@@ -767,11 +688,29 @@ def measure(args, runs):
                     wrong += enumerate(mistakes)    # show one of each place, then a second, ...
                     wrong.sort(key=lambda pair: pair[0])
                     result['mistakes'] = [mistake for _, mistake in wrong[:args.mistakes]]
-    except (KeyboardInterrupt, Exception) as error:
-        return error
+                if cells:
+                    del result['interrupted']
+    finally:        # Ctrl-C, no memory, ...: what is done is not lost
+        if any(result['rows'] for result in results):
+            settings = group(results)
+            publish(args, '{"runs": [\n' + ',\n'.join(map(json.dumps, results)) + '\n]}',
+                    report(results, settings))
+            if args.plot is not None:
+                path = Path(args.runs[0])
+                path = path.with_suffix('.png') if path.suffix == '.json' else path / 'eval.png'
+                plot_lengths(settings, args.plot or path)
+                print(f'wrote {args.plot or path}', file=sys.stderr)
 
-def report(results, settings, cut_short):
-    lines = ['stopped early: this is what was done', ''] if cut_short else []
+def publish(args, as_json, as_text):
+    """Writes the file of --out, then speaks: nobody may be listening."""
+    if args.out:
+        with atomic(args.out) as f:
+            f.write(((as_json if args.out.endswith('.json') else as_text) + '\n').encode())
+    print(as_json if args.json else as_text, flush=True)
+
+def report(results, settings):
+    early = any('interrupted' in result for result in results)
+    lines = ['stopped early: this is what was done', ''] * early
     lines += ['{run}: {task}, {attn}{}, trained at {train_length}, seed {seed} ({checkpoint}, step '
               '{step})'.format(unfinished(r), **r) for r in results]
     lines += ['', format_settings(settings), '']
@@ -786,77 +725,45 @@ def report(results, settings, cut_short):
         lines += ['    ' + line for line in m['text'].splitlines()]
     return '\n'.join(lines).rstrip()
 
-def save(args, as_json, as_text):
-    """Writes the file of --out and returns what to print, then: nobody may be listening."""
-    if args.out:
-        with atomic(args.out) as f:
-            f.write(((as_json if args.out.endswith('.json') else as_text) + '\n').encode())
-    return as_json if args.json else as_text
-
-def make_table(args):
-    if args.plot is not None:
-        pyplot()    # if it is missing, say so before the work
-    runs = load_runs(args)
-    error = measure(args, runs)
-    cut_short = args.cut_short or error is not None
-    results = [result for result, *_ in runs]
-    settings = group(results)
-    as_json = ',\n'.join(map(json.dumps, results))         # a line for each run
-    as_json = '{"runs": [\n' + as_json + '\n]' + ', "interrupted": true' * cut_short + '}'
-    if error and not any(result['rows'] for result in results):
-        raise error
-    words = save(args, as_json, report(results, settings, cut_short))
-    if args.plot is not None:
-        path = Path(args.runs[0])
-        path = path.with_suffix('.png') if path.suffix == '.json' else path / 'eval.png'
-        plot_lengths(settings, sorted({r['train_length'] for r in results}), args.plot or path)
-        print(f'wrote {args.plot or path}', file=sys.stderr)
-    print(words, flush=True)
-    if error:               # only now: hours of work are not lost to what came after them
-        raise error
-
 def draw_attention(args):
     """What the runs attend to in a text, or in sequence number TEXT of a split."""
-    rows = [[]] if args.heads else []
+    panels = []
     for result, model, task in load_runs(args):
-        H = model.config.n_head
-        if args.attention.isdecimal():
+        tokens, H = args.attention, model.config.n_head
+        if tokens.isdecimal():
             length = min(24, task.train_length)
             places = chosen(args, task.splits, [length], task.train_length)
-            *_, (idx, _) = task.eval_batches(*next(zip(*places)), int(args.attention) + 1)
+            *_, (idx, _) = task.eval_batches(*next(zip(*places)), int(tokens) + 1)
             tokens = [t for t in idx[-1].tolist() if task.decode([t])]  # all but padding
         else:
-            tokens = task.encode(args.attention)
+            tokens = task.encode(tokens)
         check(1 <= len(tokens) <= 96,
               f'--attention={args.attention} has {len(tokens)} tokens: a picture shows 1 to 96')
-        labels = [task.decode([t]).replace(' ', '␣').replace('\n', '\\n').replace('$', r'\$')
-                  for t in tokens]
+        labels = [repr(task.decode([t]))[1:-1].replace(' ', '␣') for t in tokens]
         layers = attention_parts(model, torch.tensor([tokens], device=args.machine.device))
-        panels = {f'{n}.{h}': (f'{model.config.attn}, layer {n}, head {h}', labels,
-                               {key: part[h - 1] for key, part in parts.items()})
-                  for n, parts in enumerate(layers, 1) for h in range(1, H + 1)}
-        if args.heads:      # side by side
-            for head in args.heads.split(','):
-                check(head in panels, f'--heads={args.heads}: {head!r} is no layer.head of the '
-                                      f'{len(layers)} layers of {H} heads in {result["run"]}')
-            rows[0] += [panels[head] for head in args.heads.split(',')]
-        else:
-            rows += [list(row) for row in zip(*[iter(panels.values())] * H)]
+        heads = {f'{n}.{h}': (f'{model.config.attn}, layer {n}, head {h}', labels,
+                              {key: part[h - 1] for key, part in parts.items()})
+                 for n, parts in enumerate(layers, 1) for h in range(1, H + 1)}
+        names = args.heads.split(',') if args.heads else list(heads)
+        check(set(names) <= set(heads), f'--heads={args.heads}: {result["run"]} has {len(layers)} '
+                                        f'layers of {H} heads, 1.1 to {len(layers)}.{H}')
+        panels += [heads[name] for name in names]
     path = args.plot or Path(args.runs[0]) / 'attention.png'
-    plot_attention(rows, f'{task.name}: ' + ' and '.join(args.runs), path)
+    plot_attention(panels, len(panels) if args.heads else H,
+                   f'{task.name}: ' + ' and '.join(args.runs), path)
     print(f'wrote {path}', file=sys.stderr)
 
 def sample(args):
     """Continues a text: tasks with a right answer by the likeliest token, language by chance."""
     for result, model, task in load_runs(args):
-        language = task.name == 'wikitext'
         tokens = task.encode(args.sample)
         check(tokens, '--sample needs at least one token to continue')
         torch.manual_seed(args.seed)
-        heat = args.temperature if args.temperature is not None else 0.8 if language else 0.0
+        most, heat = (200, 0.8) if task.name == 'wikitext' else (16, 0.0)
+        heat = heat if args.temperature is None else args.temperature
         idx = torch.tensor([tokens], device=args.machine.device)
         with args.machine.autocast:
-            out = model.generate(idx, args.tokens or (200 if language else 16), heat, args.top_k)
+            out = model.generate(idx, args.tokens or most, heat, args.top_k)
         answer = {'run': result['run'], 'prompt': args.sample, 'text': task.decode(out[0].tolist())}
         text = answer['text'] if len(args.runs) == 1 else '{run}: {text}'.format(**answer)
         print(json.dumps(answer) if args.json else text, flush=True)
@@ -900,14 +807,13 @@ def main():
     # "--plot RUN" means --plot, then a run: the file needs an =
     args = parser.parse_args(['--plot=' if arg == '--plot' else arg for arg in sys.argv[1:]])
     check_flags(args)
-    args.cut_short = False          # is a file of results that of a work stopped early
     args.machine = pick_machine(args.device, args.dtype)
-    if args.bench:
-        return bench(args)
     keep_freed_memory()
     if args.attention is not None:
         return draw_attention(args)
-    return sample(args) if args.sample is not None else make_table(args)
+    if args.sample is not None:
+        return sample(args)
+    return bench(args) if args.bench else make_table(args)
 
 if __name__ == '__main__':
     main()
