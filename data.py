@@ -576,6 +576,9 @@ def find_texts(path):
         archive = zipfile.ZipFile(path)
         members = archive.infolist()
         check(not any(stat.S_ISLNK(x.external_attr >> 16) for x in members), f'{path} holds a link')
+        for x in members:
+            inside = not re.search(r'^[/\\]|:|(^|[/\\])\.\.([/\\]|$)', x.filename)
+            check(inside, f'{path} holds {x.filename!r}, a path outside its own folder')
         files = [(Path(x.filename).name, x.file_size, partial(archive.open, x)) for x in members]
     texts = {}
     for split, theirs in BINS.items():

@@ -25,6 +25,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import timeit
@@ -719,10 +720,9 @@ def pretend_gpu():
             self.waits, self.launches = Counter(), Counter()
 
         def wait(self, what):
-            frames = [f for f in traceback.extract_stack() if f.filename.endswith(
-                ('/tra.py', '/train.py', '/eval.py'))]
-            place = f'{Path(frames[-1].filename).name}:{frames[-1].lineno} ' if frames else ''
-            self.waits[place + what] += 1
+            frames = [(Path(f.filename).name, f.lineno) for f in traceback.extract_stack()]
+            ours = [x for x in frames if x[0] in ('tra.py', 'train.py', 'eval.py')]
+            self.waits[(*ours, what)] += 1
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             kwargs, name = kwargs or {}, function._schema.name.partition('::')[2]
@@ -830,6 +830,26 @@ def on_the_gpu():
         got = model.generate(prompt, 5, temperature=0)
         assert not gpu.waits, gpu.waits
     assert torch.equal(held(got), expected)
+
+    # ten steps of train.py: it waits where it logs or saves, and nowhere else
+    lines = (ROOT / 'train.py').read_text().splitlines()
+    loop, due = (next(n for n, line in enumerate(lines, 1) if line.startswith(words))
+                 for words in ('while step < max_iters', '    if telling or saving'))
+
+    def at_the_end(*_):
+        raise EOFError
+    data.save_checkpoint, data.read_checkpoint = lambda *_: None, at_the_end
+    data.pick_machine = lambda *_: types.SimpleNamespace(
+        device='gpu', dtype='float32', compile=False, autocast=contextlib.nullcontext(), why='')
+    with tempfile.TemporaryDirectory() as folder, pretending() as gpu:
+        size = dict(n_layer=2, n_head=2, n_embd=16, train_length=128, batch_size=4)
+        sys.argv = ['train.py', *as_args(size | dict(
+            max_iters=10, log_interval=5, eval_n=2, out_dir=f'{folder}/run'))]
+        with contextlib.suppress(EOFError):
+            runpy.run_path(ROOT / 'train.py', run_name='train')
+        assert (Path(folder) / 'run' / 'metrics.jsonl').read_text().count('"loss"') >= 3
+    waits = [line for (name, line), *_ in gpu.waits if name == 'train.py' and line >= loop]
+    assert waits and min(waits) >= due, gpu.waits
 
     # launches of attention, forward and backward, at the sizes of flip-flop and wikitext (the batch
     # changes none); a compiled tile function makes about 5
@@ -1225,7 +1245,9 @@ LINK.external_attr = 0o120777 << 16
 @pytest.mark.parametrize('zip, words', [
     (make_zip(GOOD, (LINK, '/etc/passwd')), 'holds a link'),
     (make_zip(GOOD, ('wikitext-2-raw/wiki.test.raw', 'x')), 'one wiki.test.raw or .* not 2'),
-    (make_zip(GOOD, ('../wiki.test.tokens', 'x')), 'one wiki.test.raw or .* not 2'),
+    (make_zip(GOOD, ('../wiki.test.tokens', 'x')), "'../wiki.test.tokens', a path outside"),
+    (make_zip(GOOD, ('/etc/x', 'x')), "'/etc/x', a path outside"),
+    (make_zip(GOOD, ('a\\..\\..\\x', 'x')), 'a path outside'),
     (make_zip(GOOD, ('x.ééé', 'x')).replace('ééé'.encode(), b'\xff' * 6), 'read: .utf-8'),
     (make_zip({'wiki.train.raw': 'x', 'wiki.test.raw': 'x'}), 'one wiki.valid.raw .* not 0'),
     (make_zip({**GOOD, 'wikitext-2-raw/wiki.test.raw': b'\xff\xfe'}), 'cannot be read: .utf-8'),

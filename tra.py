@@ -631,7 +631,7 @@ def tiled_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
 class Walk(torch.autograd.Function):
     """
     All tiles of q (N, block, D) against k and v, right to left. Tile n is head n % BH of block
-    n // BH, with BH heads in the batch, so the keys d blocks to the left of a run of query tiles are
+    n // BH, BH of all the batch, so the keys d blocks to the left of a run of query tiles are
     one slice. Once many of a run have made the early exit, the others are picked out by index. The
     steps are recorded, and the backward pass repeats them.
     """

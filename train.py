@@ -21,6 +21,7 @@ import ast
 import difflib
 import json
 import math
+import operator
 import os
 import shlex
 import signal
@@ -106,13 +107,18 @@ DEFAULTS = settings()
 # -----------------------------------------------------------------------------
 # reading them: files win over defaults, flags over files, in whatever order they are given
 
-ALLOWED = (ast.Constant, ast.Tuple, ast.List, ast.Load, ast.UnaryOp, ast.USub,
-           ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv)
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+             ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv}
+
+def literal(node):
+    """The value of a literal, or of arithmetic such as 4 * 64. Nothing is executed."""
+    if isinstance(node, ast.BinOp):
+        return OPERATORS[type(node.op)](literal(node.left), literal(node.right))
+    return ast.literal_eval(node)
 
 def read_value(key, node):
-    """A literal, or arithmetic such as 4 * 64, that is of the default's kind and in range."""
-    check(all(isinstance(x, ALLOWED) for x in ast.walk(node)), 'this would run code')
-    value, many = eval(ast.unparse(node)), isinstance(DEFAULTS[key], tuple)
+    """A literal that is of the default's kind and in range."""
+    value, many = literal(node), isinstance(DEFAULTS[key], tuple)
     if key == 'compile' and isinstance(value, bool):
         return value
     kind = int if many else type(DEFAULTS[key])
@@ -141,7 +147,7 @@ def parse(source, path=None):
         check(key in DEFAULTS, f'{where}: unknown setting {key!r}, did you mean {near!r}?')
         try:
             found[key] = read_value(key, line.value)
-        except (ValueError, TypeError, ArithmeticError):
+        except (ValueError, TypeError, KeyError, ArithmeticError):
             raise ValueError(f'{where}: {key} wants a value like {DEFAULTS[key]!r}, '
                              f'not {ast.unparse(line.value)}') from None
     return found
