@@ -2369,8 +2369,6 @@ def test_readme_tables_are_those_of_the_results(command):
     assert ''.join(table for *_, table in found) == ''.join(re.findall(r'(?m)^\|.*\n', README))
     for path, flags, title, table in found:
         result = json.loads((ROOT / path).read_text())
-        if 'exit' in result:        # measured before eval.BENCH was what it is: to be made again
-            continue
         if 'kernel' in result:
             printed = evaluation.bench_report(result)
             grows = re.search(r'blockwise grows as T\^[\d.]+', printed)[0]
