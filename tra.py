@@ -439,7 +439,7 @@ ATTENTIONS = {
 # dropped by the other, which sums in another order, and then all counts to its left differ by one.
 # So the two agree to rounding save for such ties, rare in float32 and rarer in float64.
 
-# Up to this many queries plain_walk is faster, for tiles would be mostly empty: 1.5 times at T = 48,
+# Up to this many queries plain_walk is faster, tiles being mostly empty: 1.5 times at T = 48,
 # 14 times for one query on 8,192 keys (one core; set it to 0 and time both).
 PLAIN = 48
 PLANES = 8      # see tile
