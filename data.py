@@ -388,6 +388,7 @@ TASKS = {
     'instruct': Task(3, instruct, 0, ('val', *KINDS), 10, INSTRUCTIONS + ANSWERS),
     'wikitext': Task(4, wikitext, splits=('val', 'test')),
 }
+assert len({task.number for task in TASKS.values()}) == len(TASKS), 'a task needs its own number'
 TRAIN, EVAL = 0, 1      # first number of every key: no evaluation set is ever trained on
 
 def make_task(name, train_length, *, p_ignore=0.8, n_symbols=26, repeats=True, n_queries=1,

@@ -112,6 +112,8 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 def literal(node):
     """The value of a literal, or of arithmetic such as 4 * 64. Nothing is executed."""
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return tuple(map(literal, node.elts))
     if isinstance(node, ast.BinOp):
         return OPERATORS[type(node.op)](literal(node.left), literal(node.right))
     return ast.literal_eval(node)
@@ -444,7 +446,7 @@ if rank == 0 and not stop:
     say(f'saved in {folder}: last.pt, best.pt, config.json, metrics.jsonl. To try next:')
     if attn == 'tra':
         say('  ' + command(out_dir=None, attn='rope'))
-    say(f'  python eval.py {shlex.quote(out_dir)} --lengths=1x,2x,4x,8x,16x')
+    say(f'  python eval.py {shlex.quote(out_dir)} --lengths=1x,2x,4x')
 if ddp:
     dist.barrier()
     dist.destroy_process_group()
