@@ -667,7 +667,7 @@ class Walk(torch.autograd.Function):
                         run = run[~done]
                         index = run.to(q.device)                        # the same numbers there
                 d += 1
-                gone = int((run < (d - offset) * BH).sum())          # they have met all keys
+                gone = int((run < (d - offset) * BH).sum())             # they have met all keys
                 run, index = run[gone:], None if index is None else index[gone:]
         return out, total
 
@@ -689,9 +689,9 @@ class Walk(torch.autograd.Function):
 # x[i] and x[i] += part are slow where i is an index, and for a slice += ends in a copy onto itself
 
 def pick(x, i):
-    if x is None or isinstance(i, slice):
-        return x if x is None else x[i]
-    return x.index_select(0, i)
+    if x is None:
+        return None
+    return x[i] if isinstance(i, slice) else x.index_select(0, i)
 
 def add(x, i, part):
     if isinstance(i, slice):
