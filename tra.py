@@ -55,7 +55,7 @@ class Config:
     rope_theta: float = 500_000.0  # base of the rotary angles
     cope_npos: int = 64            # number of positions CoPE can tell apart
     pre_norm: bool = True          # False: the blocks of the authors' notebook: far worse
-    keep_at_start: bool = False    # True: keeps nearly every key at first: Decoder.keep_all
+    keep_at_start: bool = True     # False: GPT-2's plain start: Decoder.keep_all
 
     def __post_init__(self):
         if self.attn not in ATTENTIONS:
@@ -68,8 +68,6 @@ class Config:
             raise ValueError(f'n_embd ({self.n_embd}) must be divisible by n_head ({self.n_head})')
         if self.attn == 'rope' and D % 2:
             raise ValueError(f'rope rotates pairs: n_embd / n_head must be even, not {D}')
-        if self.keep_at_start and not self.pre_norm:
-            raise ValueError('keep_at_start is for pre-norm blocks: pre_norm must be True with it')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
 
@@ -126,7 +124,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         C, H = config.n_embd, config.n_head
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.qkv = nn.Linear(C, 3 * C, bias=config.pre_norm and config.keep_at_start)
         self.proj = nn.Linear(C, C)
         if config.attn in ('tra', 'fot'):
             self.gate = nn.Linear(C, H)
@@ -223,21 +221,16 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def keep_all(self):
         """
-        A dropped key gets no gradient from the query that drops it, and the gradients of a row's
-        scores sum to 0: nothing lifts all scores of a head together, and the half of all pairs that
-        starts below 0 tends to stay there. Here, embeddings get a common direction u and
-        W_q u = W_k u = z: every query shares a part with every key, nearly all scores start above
-        0, and training decides what to drop. z (0.1) is larger than the other weights (0.02), or
-        they would soon outgrow it. The gates start small in the first layer, for neighbours, and
-        near 1 in the last, for keys far away. Other attentions start alike, for comparison.
+        A plain start drops half of all pairs by chance, and a dropped pair gets no gradient. Nor do
+        the others bring it back: the gradients of a row's scores sum to 0, so nothing lifts all
+        scores of a head together. So q and k start with a common bias, as large as what the weights
+        add to it: nearly all scores are above 0, and training decides what to drop. The gates start
+        small in the first layer, for neighbours, and near 1 in the last, for keys far away.
         """
-        C = self.config.n_embd
-        u = F.normalize(torch.randn(C), dim=0)
-        self.embed.weight += 0.5 * self.embed.weight.norm(dim=1).mean() * u
         for n, block in enumerate(self.blocks):
-            z = 0.1 * torch.randn(C)
-            for w in block.attn.qkv.weight.chunk(3)[:2]:                # W_q and W_k (C, C)
-                w += torch.outer(z - w @ u, u)                          # now w @ u is z
+            q, k, v = block.attn.qkv.bias.chunk(3)
+            q += 0.02 * math.sqrt(self.config.n_embd)
+            k += 0.02 * math.sqrt(self.config.n_embd)
             if self.config.attn in ('tra', 'fot'):                      # e^g from 0.12 to 0.98
                 block.attn.gate.bias += -2 + 6 * n / max(1, self.config.n_layer - 1)
 

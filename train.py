@@ -88,7 +88,7 @@ tra_distance = True         # False: ablation, distance does not count
 rope_theta = 500_000.0      # base of the rotary angles
 cope_npos = 64              # positions that CoPE can tell apart
 pre_norm = True             # False: the blocks of the authors' notebook
-keep_at_start = False       # True: start so that TRA keeps every key; other attentions start alike
+keep_at_start = True        # False: a plain start, which drops half of all keys by chance
 # training: AdamW, linear warm-up, cosine decay
 seed = 0                    # of weights, data and dropout
 batch_size = 64             # sequences in a micro-batch, all processes together
@@ -293,14 +293,17 @@ def batches(step):
     """
     This process's micro-batches: (idx, targets, their share of the step's scored tokens). Every
     process makes the whole batch and keeps its rows, so the batch does not depend on how it is
-    dealt; losses weighted by the shares add up to the mean over all scored tokens.
+    dealt; losses weighted by the shares add up to the mean over all scored tokens. Short sequences
+    go together, each micro-batch cut after its last scored token: what follows changes no loss.
     """
     idx, targets = source.batch(seed, step, batch_size * gradient_accumulation_steps)
-    scored = (targets >= 0).sum()
-    parts = (np.split(x[rank::world], gradient_accumulation_steps) for x in (idx, targets))
-    for idx, targets in zip(*parts):
-        share = float((targets >= 0).sum() / scored)
-        pair = [torch.from_numpy(x) for x in (idx, targets)]
+    scored = targets >= 0
+    used = scored.shape[1] - scored[:, ::-1].argmax(1)      # tokens up to the last scored one
+    mine = np.argsort(used, kind='stable')[rank::world]
+    for rows in np.split(mine, gradient_accumulation_steps):
+        part = np.s_[rows, :used[rows].max()]
+        share = float(scored[part].sum() / scored.sum())
+        pair = [torch.from_numpy(x[part]) for x in (idx, targets)]
         if device.startswith('cuda'):                       # pinned: no need to wait for the copy
             pair = [x.pin_memory() for x in pair]
         yield *(x.to(device, non_blocking=True) for x in pair), share

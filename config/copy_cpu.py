@@ -13,7 +13,6 @@ n_layer = 2
 n_head = 8                          # small ones, where it matters what is dropped: see README.md
 n_embd = 128
 dropout = 0.0
-keep_at_start = True                # without it TRA does not learn this in 1000 steps
 batch_size = 64
 max_iters = 1000
 learning_rate = 2e-4                # larger ones lost keys again that the first layer had kept

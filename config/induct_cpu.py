@@ -14,7 +14,6 @@ n_layer = 2
 n_head = 2
 n_embd = 128
 dropout = 0.0
-keep_at_start = True
 batch_size = 128
 max_iters = 1000
 learning_rate = 2e-4

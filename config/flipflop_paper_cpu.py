@@ -1,0 +1,21 @@
+# Flip-flop with the paper's model and length on a CPU: fewer steps, a smaller batch.
+#
+#     python train.py config/flipflop_paper_cpu.py
+#
+
+task = 'flipflop'
+train_length = 512
+n_layer = 4
+n_head = 4
+n_embd = 256
+dropout = 0.0                       # so short a run has nothing to overfit
+batch_size = 16
+max_iters = 200
+learning_rate = 1e-3
+beta2 = 0.95                        # in so short a run a shorter memory is steadier
+log_interval = 20
+eval_interval = 100
+save_interval = 50
+eval_n = 64
+final_n = 100                       # sequences of each split and length
+eval_lengths = (1, 4)

@@ -1,0 +1,24 @@
+# induct with the paper's model and lengths on a CPU: fewer steps, a smaller batch.
+#
+#     python train.py config/induct_paper_cpu.py
+#
+
+task = 'induct'
+train_length = 50
+n_symbols = 26
+n_queries = 8
+n_layer = 4
+n_head = 4
+n_embd = 256
+dropout = 0.0                       # so short a run has nothing to overfit
+batch_size = 16
+gradient_accumulation_steps = 4     # 64 in all: short sequences go together, which is faster
+max_iters = 700
+learning_rate = 1e-3
+beta2 = 0.95                        # in so short a run a shorter memory is steadier
+log_interval = 50
+eval_interval = 350
+save_interval = 100
+eval_n = 128
+final_n = 200                       # sequences of each split and length
+eval_lengths = (1, 2, 3, 4, 5, 6)   # buckets 1-50, 51-100, ..., 251-300
