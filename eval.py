@@ -8,6 +8,7 @@ Does what was learned on short sequences hold on long ones? Tables and pictures 
     python eval.py out/TRA --attention=w1i0i1r1 --heads=2.4 attention.png: what a head looks at
     python eval.py out/RUN --sample=w1i0r --tokens=1        what the model says next
     python eval.py out/RUN --out=result.json                eval.py result.json prints it again
+    python eval.py out/COPY out/INDUCT ...                  several tasks: one column for each
     python eval.py --bench                                  what the kernel costs on this machine
 
 Runs that differ in nothing but the seed are one setting, shown as mean and standard deviation.
@@ -177,6 +178,8 @@ def share(x):
         return f'{x:.3f}'
     return f'{x:.1e}' if x < 0.5 else f'{x:.6f}'
 
+ABLATIONS = 'tra_sparsity', 'tra_distance'
+
 # a row's metrics: key, name and how to write it
 METRICS = {'exact_match': ('exact match', share), 'token_error': ('token error', share),
            'perplexity': ('perplexity', '{:.2f}'.format),
@@ -227,6 +230,30 @@ def format_settings(settings):
     head = ['', *(f'{split} {length:,}' for split, length in places)]
     return '\n\n'.join(f'{name}:\n\n' + render([head, *lines, *foot[:None if n == 0 else 2]])
                        for n, (name, lines) in enumerate(tables.items()))   # the bound once
+
+def format_summary(results):
+    """
+    A table for runs of several tasks: attentions down, tasks across, each at its longest length,
+    as the mean over splits and seeds. The best of a column is bold.
+    """
+    longest, cells = {}, {}         # {task: length}, {(label, task): values}
+    for result in results:
+        here = max(place(row)[1] for row in result['rows'])
+        longest[result['task']] = max(here, longest.get(result['task'], 0))
+    for result in results:
+        label = ', '.join([result['attn'], *(f'{key}=False' for key in ABLATIONS
+                                             if result['config'].get(key) is False)])
+        cells.setdefault((label, result['task']), []).extend(
+            row.get('bits_per_byte', row.get('exact_match')) for row in result['rows']
+            if place(row)[1] == longest[result['task']])
+    mean = {cell: statistics.mean(values) for cell, values in cells.items() if values}
+    def write(label, task):
+        best = (min if task == 'wikitext' else max)(x for cell, x in mean.items() if cell[1] == task)
+        text = share(mean[label, task]) if (label, task) in mean else '-'
+        return f'**{text}**' if text == share(best) else text
+    head = ['', *(f'{task} {length:,}' for task, length in longest.items())]
+    return render([head, *([label, *(write(label, task) for task in longest)]
+                           for label in dict.fromkeys(label for label, _ in cells))])
 
 def render(lines):
     """A table aligned for the eye that is Markdown too: first column left, numbers right."""
@@ -648,7 +675,8 @@ def load_runs(args):
                               and place(row)[1] in lengths]
             runs.append((result, None, None))
     results = [result for result, *_ in runs]
-    check(len({result['task'] for result in results}) == 1, 'runs of different tasks: '
+    one = args.plot is None and args.attention is None
+    check(one or len({result['task'] for result in results}) == 1, 'a picture is of one task: '
           + ', '.join('{run} is {task}'.format(**result) for result in results))
     keys = {json.dumps([str(Path(r['run']).resolve()), r['seed'], r['config']]) for r in results}
     check(len(keys) == len(runs), f'a run is there twice: {", ".join(args.runs)}')
@@ -713,7 +741,8 @@ def report(results, settings):
     lines = ['stopped early: this is what was done', ''] * early
     lines += ['{run}: {task}, {attn}{}, trained at {train_length}, seed {seed} ({checkpoint}, step '
               '{step})'.format(unfinished(r), **r) for r in results]
-    lines += ['', format_settings(settings), '']
+    one = len({result['task'] for result in results}) == 1
+    lines += ['', format_settings(settings) if one else format_summary(results), '']
     if any(row.get('upper95') is not None for r in results for row in r['rows']):
         lines.append('error below: where no sequence is wrong, the share of wrong ones is below '
                      'this with 95% confidence')

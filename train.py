@@ -278,7 +278,7 @@ say(' '.join(f'{key}={config[key]!r}' for key in config if config[key] != DEFAUL
 tokens = source.batch(seed, 0, 1)[0].size * batch_size * gradient_accumulation_steps
 parameters = sum(p.numel() for p in raw_model.parameters())
 say(f'{parameters:,} parameters | {tokens:,} tokens a step | processes: {world} | {folder}')
-if device == 'cpu' and parameters * tokens > 1e10:          # seconds a step
+if device == 'cpu' and parameters * tokens * max_iters > 1e14:      # hours
     say(f'this is sized for a GPU; on a CPU, python train.py config/{task}_cpu.py takes minutes')
 
 def get_lr(step):
