@@ -689,9 +689,12 @@ def plan(args, task):
         lengths = [task.train_length * 2 ** i for i in range(5)]
     splits = ['test'] if task.name == 'wikitext' else task.splits
     splits, lengths = chosen(args, splits, lengths, task.train_length)
-    for split, length in product(splits, lengths):
+    numbers = args.n if len(args.n) > 1 else (args.n or [None]) * len(lengths)
+    check(len(numbers) == len(lengths),
+          f'--n has {len(numbers)} numbers for {len(lengths)} lengths: give one, or one for each')
+    for split, (length, n) in product(splits, zip(lengths, numbers)):
         width = next(task.eval_batches(split, length, 1))[0].shape[1]
-        n = args.n or default_n(task, split, length)
+        n = n or default_n(task, split, length)
         if task.name == 'wikitext':
             n, width = max(n, *lengths), 1
         yield split, length, n, n * width
@@ -799,7 +802,11 @@ def sample(args):
 
 def check_flags(args):
     check(args.runs or args.bench, 'which run? name a folder that train.py wrote')
-    least = {'n': 1, 'mistakes': 0, 'tokens': 1, 'top_k': 1, 'temperature': 0, 'seed': 0}
+    numbers = [] if args.n is None else args.n.split(',')
+    check(all(x.isdecimal() and int(x) > 0 for x in numbers),
+          f'--n={args.n} must be whole numbers of at least 1')
+    args.n = [int(x) for x in numbers]
+    least = {'mistakes': 0, 'tokens': 1, 'top_k': 1, 'temperature': 0, 'seed': 0}
     for name, value in ((name, getattr(args, name)) for name in least):
         check(value is None or value >= least[name],
               f'--{name}={value} must be at least {least[name]}')
@@ -820,7 +827,8 @@ def main():
     add('--dtype', default='auto', help='float32 or bfloat16 (auto: as in train.py)')
     add('--split', help='one or several, with commas (all of them; wikitext: test)')
     add('--lengths', help="512,4096 or, times the training length, 1x,8x (the paper's)")
-    add('--n', type=int, help='sequences for each split and length; wikitext: tokens')
+    add('--n', help='sequences for each split and length, or 1000,16 for each of two lengths; '
+        'wikitext: tokens')
     add('--mistakes', type=int, default=3, help='how many wrong sequences to show of each run (3)')
     add('--json', action='store_true', help='JSON, and nothing else on stdout')
     add('--out', help='also write the result to FILE.md or FILE.json')

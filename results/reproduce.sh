@@ -1,49 +1,109 @@
 #!/usr/bin/env bash
 # Makes the tables and pictures of README.md and results/README.md again, from training on:
 #
-#     bash results/reproduce.sh demo          the first picture's TRA line: minutes
+#     bash results/reproduce.sh demo          TRA's line in the first picture: minutes
 #     bash results/reproduce.sh flipflop      or seeds, copy, induct, instruct, wikitext, bench, all
 #
-# Runs are kept in out/, each with its log beside it. Started again, the script skips what is
-# complete and resumes the rest. A run has one thread, and two run at a time; JOBS=4: four.
+# Runs stay in out/, each with a log beside it; tables go to results/, pictures to assets/. Started
+# again, it skips the runs that are complete and resumes the others. A run has one thread, and two
+# run at a time; JOBS=4: four.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
 queue=$(mktemp)
 trap 'rm -f "$queue"' EXIT
+others='rope nope alibi nape cope fot stick nosparsity nodistance'
+rivals='rope alibi fot stick'
 
-add() {                                 # add NAME CONFIG [FLAG ...]: one more run
-  echo "$@" >> "$queue"
-}
-
-every() {                               # every TASK CONFIG SEED ATTENTION ...
-  for name in "${@:4}"; do
+add() {                                 # add CONFIG SEED "NAME ..." [FLAG ...]: runs for `train`
+  local name flag
+  for name in $3; do
     case $name in
       nosparsity) flag=--tra_sparsity=False ;;
       nodistance) flag=--tra_distance=False ;;
       *) flag=--attn=$name ;;
     esac
-    add "$1-$name-$3" "$2" --seed="$3" $flag
+    echo "$1-$name-$2 config/$1.py --seed=$2 $flag ${*:4}" >> "$queue"
   done
 }
 
-train() {                               # what was added, side by side
+runs() {                                # runs CONFIG SEED "NAME ...": their folders
+  for name in $3; do echo "out/$1-$name-$2"; done
+}
+
+train() {                               # everything added so far, side by side
+  echo "$(wc -l < "$queue") runs, ${JOBS:-2} at a time"
   OMP_NUM_THREADS=${THREADS:-1} xargs -P "${JOBS:-2}" -L 1 bash "$0" run < "$queue"
   : > "$queue"
 }
 
-run() {                                 # run NAME CONFIG [FLAG ...]
-  local out=out/$1 log=out/$1.log resume=
-  if grep -qs '"final": true' "$out/metrics.jsonl"; then
+run() {                                 # run NAME FILE FLAG ...
+  local log=out/$1.log
+  mkdir -p out
+  if grep -qs '"final": true' "out/$1/metrics.jsonl"; then
     return
   fi
-  mkdir -p out
-  [ -e "$out/last.pt" ] && resume=--resume=True
   echo "$(date +%H:%M) $1 begins: tail -f $log"
-  "$PYTHON" train.py "config/$2.py" --out_dir="$out" "${@:3}" $resume >> "$log" 2>&1
-  echo "$(date +%H:%M) $1 ends: $(grep '^final' "$log" | tail -1 | cut -d'|' -f6-)"
+  "$PYTHON" train.py "${@:2}" --out_dir="out/$1" $([ -e "out/$1/last.pt" ] && echo --resume=True) \
+    >> "$log" 2>&1 || { tail -3 "$log"; exit 255; }         # 255: xargs begins no other
+  echo "$(date +%H:%M) $1 ends: $(grep '^final' "$log" | cut -d'|' -f6)"
 }
 
-table() {                               # table NAME [RUN ... FLAG ...]: results/NAME.json
+table() {                               # table NAME RUN ... [FLAG ...]: results/NAME.json
   "$PYTHON" eval.py "${@:2}" --mistakes=0 --out="results/$1.json"
 }
+
+picture() {                             # picture NAME RESULT ... [FLAG ...]: assets/NAME.png
+  "$PYTHON" eval.py "${@:2}" --plot="assets/$1.png" > /dev/null
+}
+
+demo() {
+  add flipflop_cpu 0 tra
+  train
+  table demo out/flipflop_cpu-tra-0 --lengths=1x,4x --n=200
+  table lengths_tra out/flipflop_cpu-tra-0 --lengths=1x,4x,16x,64x,256x,1024x --n=50,50,50,16,4,1
+  picture flipflop results/lengths_tra.json results/lengths.json --split=nonstationary
+}
+
+lengths() {                             # the others in that picture, with ten times the steps
+  add flipflop_cpu 0 "$rivals" --max_iters=1500
+  train
+  table lengths $(runs flipflop_cpu 0 "$rivals") --lengths=1x,4x,16x,64x,256x --n=50,50,50,16,4
+  picture flipflop results/lengths_tra.json results/lengths.json --split=nonstationary
+  "$PYTHON" eval.py out/flipflop_cpu-{tra,rope}-0 --attention=w1i0i1w0i1r0 --heads=2.2 \
+    --plot=assets/attention.png
+}
+
+seeds() {
+  for seed in {302..317}; do add flipflop_cpu $seed tra; done
+  train
+  for seed in {318..325}; do add flipflop_cpu $seed tra; done
+  THREADS=2 JOBS=1 train
+  table seeds out/flipflop_cpu-tra-{302..317} --lengths=1x,4x --n=200
+  table seeds_2threads out/flipflop_cpu-tra-{318..325} --lengths=1x,4x --n=200
+}
+
+flipflop() {
+  for seed in {10..13}; do add flipflop_paper_cpu $seed tra; done
+  add flipflop_paper_cpu 10 "$others"
+  train
+  table flipflop_tra out/flipflop_paper_cpu-tra-{10..13} --lengths=1x,4x,16x --n=1000,100,16
+  table flipflop $(runs flipflop_paper_cpu 10 "$others") --lengths=1x,4x,16x --n=200,32,6
+}
+
+copy() {
+  for seed in 10 11; do add copy_paper_cpu $seed 'tra fot'; done
+  train
+  table copy out/copy_paper_cpu-{tra,fot}-1[01] --n=500
+  picture copy results/copy.json
+}
+
+bench() {
+  "$PYTHON" eval.py --bench --out=results/bench.json
+}
+
+case ${1:-help} in
+  run | demo | lengths | seeds | flipflop | copy | bench) "$@" ;;
+  all) for task in demo lengths seeds flipflop copy bench; do "$task"; done ;;
+  *) sed -n '2,9s/^# \{0,1\}//p' "$0" ;;
+esac
