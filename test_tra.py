@@ -2437,11 +2437,32 @@ def test_numbers_in_prose_stand_in_a_table():
         for number in re.findall(r'(?<![\w.])\d+\.\d+', prose):
             assert number in theirs or re.search(rf'(?<![\d.]){re.escape(number)}', known), number
 
+SORT = """```diff
+--- data.py
++def sort(rng, n, lo, hi, n_symbols, repeats, **_):
++    x, size, sep = draw(rng, n, lo, hi, n_symbols, repeats)
++    answer = np.sort(np.where(np.arange(hi) < size[:, None], x, n_symbols))     # unused ones last
++    return pack([(x, size, False), sep, (answer, size, True)], pad=n_symbols + 1)
++
+ INSTRUCTIONS = '=<^$#%'         # token ids S+2 to S+7, and what they ask for:
+@@
+     'copy': Task(1, copy),
++    'sort': Task(5, sort),
+```"""
+
+def test_kernel_of_the_readme():
+    """the lines for somebody's own model print what their comment says"""
+    [code] = re.findall(r'```python\n(.*?)```', README, re.S)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, {})
+    assert len(code.splitlines()) <= 5
+    assert out.getvalue().strip() == code.splitlines()[-1].split('# ')[1]
+
 def test_readme_changes_work(tmp_path):
-    """the lines that add a task and an attention, in a copy: it trains and is evaluated"""
+    """the lines that add an attention, and a task, in a copy: it trains and is evaluated"""
     for path in ROOT.glob('*.py'):
         (tmp_path / path.name).write_text(path.read_text())
-    for name, diff in re.findall(r'```diff\n--- (\w+\.py)\n(.*?)```', README, re.S):
+    for name, diff in re.findall(r'```diff\n--- (\w+\.py)\n(.*?)```', README + SORT, re.S):
         text = (tmp_path / name).read_text()
         for hunk in diff.split('@@\n'):
             lines = hunk.splitlines(True)

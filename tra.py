@@ -394,8 +394,9 @@ def stick(q, k, v, dropout=0.0):
         return F.dropout(weights.to(v.dtype), dropout) @ v
     return by_rows(attend, q, k, v)
 
-# Each is called with what Attention.project returns, and dropout=. A new attention of q, k and v is
-# such a function and a line here; one that needs more gets it in project.
+# Each is called with what Attention.project returns, and dropout=.
+# A new attention of q, k and v is such a function and a line here; one that needs more gets it in
+# project.
 ATTENTIONS = {
     'tra': lambda *args, dropout: tra_blockwise(*args, dropout=dropout),    # defined below
     'rope': nope,                                                       # project has rotated q, k
