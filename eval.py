@@ -248,7 +248,8 @@ def format_summary(results):
             if place(row)[1] == longest[result['task']])
     mean = {cell: statistics.mean(values) for cell, values in cells.items() if values}
     def write(label, task):
-        best = (min if task == 'wikitext' else max)(x for cell, x in mean.items() if cell[1] == task)
+        best = (min if task == 'wikitext' else max)(
+            x for (_, other), x in mean.items() if other == task)
         text = share(mean[label, task]) if (label, task) in mean else '-'
         return f'**{text}**' if text == share(best) else text
     head = ['', *(f'{task} {length:,}' for task, length in longest.items())]
@@ -339,7 +340,10 @@ def plot_lengths(settings, path):
                              squeeze=False, layout='constrained', sharey=not text)
     for ax in axes.flat[len(panels):]:
         ax.remove()
-    colours = [COLOURS.get(seeds[0]['attn'], '#7A5C1E') for _, seeds in settings]
+    attentions = [seeds[0]['attn'] for _, seeds in settings]
+    if len(set(attentions)) == len(settings):   # then its name is enough
+        settings = [(attn, seeds) for attn, (_, seeds) in zip(attentions, settings)]
+    colours = [COLOURS.get(attn, '#7A5C1E') for attn in attentions]
     lines = {}                      # by their names
     for ax, (title, of_settings) in zip(axes.flat, panels.items()):
         for n, points in of_settings.items():
@@ -359,18 +363,22 @@ def plot_lengths(settings, path):
                xlabel='length' if not text else 'tokens visible' if ',' in title else 'window')
         ax.xaxis.set_major_formatter(lambda t, _: f'{t:g}' if t < 10000 else f'{t / 1000:.0f}k')
         ax.minorticks_off()
-        ax.set_title(title, pad=18, loc='left')
+        ax.set_title(f"{runs[0]['task']}, {title}", pad=18, loc='left')
         ax.grid(axis='y', color='#e6e6e6')
         if not text:
             ax.set_ylim(-0.03, 1.03)
             ax.label_outer()
-    fig.draw_without_rendering()    # now the points have their places
     named = ax.get_legend_handles_labels()[0]
-    heights = sorted(ax.transData.transform(line.get_xydata()[-1])[1] for line in named)
-    if len(named) == len(lines) and all(np.diff(heights) > 0.2 * fig.dpi):
-        for line in named:          # lines are named where they end, if those ends are apart
-            ax.annotate(line.get_label(), line.get_xydata()[-1], (8, 0), color=line.get_color(),
-                        textcoords='offset points', va='center')
+    if len(named) == len(lines) <= 5:           # few lines are named where they end
+        fig.draw_without_rendering()            # now the points have their places
+        ends = [ax.transData.transform(line.get_xydata()[-1])[1] for line in named]
+        above = -math.inf
+        for height, line in sorted(zip(ends, named), key=lambda pair: pair[0]):
+            above = max(height, above + 0.2 * fig.dpi)      # of two that end together, one moves up
+            shift = 72 / fig.dpi * (above - height)
+            ax.annotate(line.get_label(), line.get_xydata()[-1], (8, shift), va='center',
+                        textcoords='offset points', color=line.get_color(), fontsize=13,
+                        fontweight='bold')
     else:
         columns = max(1, min(4, len(lines), 96 // (8 + max(map(len, lines)))))
         fig.legend(lines.values(), lines, loc='outside lower center', ncols=columns)

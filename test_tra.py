@@ -2426,10 +2426,11 @@ def test_table_of_starts():
             assert cell == (', '.join(f'{x:.2f}' for x in values) or '-'), (start, task)
 
 def test_numbers_in_prose_stand_in_a_table():
-    """Shares, ratios and bits: in a table of the pages, or in what bench.json or why.json holds."""
+    """Shares, ratios and bits: in a table of the pages, or in bench, why or start.json."""
     tables = '\n'.join(re.findall(r'(?m)^\|.*', README + RESULTS))
     bench = evaluation.bench_report(json.loads((ROOT / 'results/bench.json').read_text()))
-    known = tables + bench + (ROOT / 'results/why.json').read_text()
+    more = ((ROOT / f'results/{name}.json').read_text() for name in ('why', 'start'))
+    known = tables + bench + ''.join(more)
     theirs = {'1.12', '1.14', '2.13', '3.11'}               # the paper's times RoPE; torch, Python
     for page in (README, RESULTS):
         prose = re.sub(r'(?s)```.*?```|<!--.*?-->|`[^`\n]*`|\]\([^)]*\)', '', page)

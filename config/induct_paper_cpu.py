@@ -1,12 +1,13 @@
-# induct with the paper's model and lengths on a CPU: fewer steps, a smaller batch.
+# Induction with the paper's model and lengths on a CPU: fewer steps, a smaller batch, eight keys.
 #
 #     python train.py config/induct_paper_cpu.py
 #
+# On one core of an AMD EPYC (AVX-512): 11 minutes. All eight answers right, seed 100: 0.68 at 2-50
+# symbols, 0.22 at 251-300: not enough steps.
 
 task = 'induct'
 train_length = 50
-n_symbols = 26
-n_queries = 8
+n_queries = 8                       # a denser signal; all must be right
 n_layer = 4
 n_head = 4
 n_embd = 256
@@ -20,5 +21,5 @@ log_interval = 50
 eval_interval = 350
 save_interval = 100
 eval_n = 128
-final_n = 200                       # sequences of each split and length
-eval_lengths = (1, 2, 3, 4, 5, 6)   # buckets 1-50, 51-100, ..., 251-300
+final_n = 100                       # sequences of each split and length
+eval_lengths = (1, 2, 3, 4, 5, 6)   # buckets 2-50, 51-100, ..., 251-300

@@ -1,7 +1,9 @@
-# instruct with the paper's model and lengths on a CPU: fewer steps, a smaller batch.
+# Instructions with the paper's model and lengths on a CPU: fewer steps, a smaller batch.
 #
 #     python train.py config/instruct_paper_cpu.py
 #
+# On one core of an AMD EPYC (AVX-512): 10 minutes. Exact match, seed 100: first 0.92, last 1.00 at
+# 0-50 symbols, 0.63, 0.95 at 451-500; copy, reverse, count and parity were not learned so soon.
 
 task = 'instruct'
 train_length = 50
@@ -12,12 +14,12 @@ n_embd = 256
 dropout = 0.0                       # so short a run has nothing to overfit
 batch_size = 16
 gradient_accumulation_steps = 4     # 64 in all: short sequences go together, which is faster
-max_iters = 700
+max_iters = 500
 learning_rate = 1e-3
 beta2 = 0.95                        # in so short a run a shorter memory is steadier
 log_interval = 50
-eval_interval = 350
+eval_interval = 250
 save_interval = 100
 eval_n = 128
-final_n = 200                       # sequences of each split and length
-eval_lengths = (1, 2, 3, 4, 5, 6)   # buckets 1-50, 51-100, ..., 251-300
+final_n = 60                        # sequences of each split and length
+eval_lengths = (1, 2, 6, 10)        # buckets 0-50, 51-100, 251-300, 451-500
