@@ -2438,6 +2438,29 @@ def test_numbers_in_prose_stand_in_a_table():
         for number in re.findall(r'(?<![\w.])\d+\.\d+', prose):
             assert number in theirs or re.search(rf'(?<![\d.]){re.escape(number)}', known), number
 
+def test_reproduce_skips_and_resumes(tmp_path):
+    """a run is trained, then skipped; one that was cut short is resumed; a failure is told"""
+    for path in (*ROOT.glob('*.py'), *ROOT.glob('config/*'), ROOT / 'results/reproduce.sh'):
+        (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
+    def run(*flags):
+        done = subprocess.run(['bash', 'results/reproduce.sh', 'run', 'a', 'config/flipflop_cpu.py',
+                               *as_args({**TINY, 'max_iters': 3}), *flags], cwd=tmp_path, text=True,
+                              capture_output=True,
+                              env={**os.environ, 'PYTHON': sys.executable, 'TORCHDYNAMO_DISABLE': '1'})
+        return done.returncode, done.stdout
+    code, out = run()
+    assert code == 0 and 'a begins' in out and re.search(r'a ends: .*val@', out)
+    assert run() == (0, '')
+    metrics = tmp_path / 'out/a/metrics.jsonl'
+    metrics.write_text(metrics.read_text().replace('"final": true', '"final": false'))
+    assert run()[0] == 0 and 'resumed out/a/last.pt at step 3' in (tmp_path / 'out/a.log').read_text()
+    (tmp_path / 'out/a/metrics.jsonl').unlink()
+    code, out = run('--n_embd=12')
+    assert code == 255 and 'n_embd' in out
+    usage = subprocess.check_output(['bash', 'results/reproduce.sh'], cwd=tmp_path, text=True)
+    assert 'reproduce.sh demo' in usage and 'set -e' not in usage
+
 SORT = """```diff
 --- data.py
 +def sort(rng, n, lo, hi, n_symbols, repeats, **_):
@@ -2510,7 +2533,7 @@ def test_readme_names_what_exists():
         for name in re.findall(r'\b(?:config|assets|results)/[\w.-]+|(?<![*\w$])\w+\.py\b', page):
             assert (ROOT / name).exists() or (ROOT / 'config' / name).exists(), name
     script = (ROOT / 'results/reproduce.sh').read_text()
-    parts = re.search(r'for task in ([\w ]+)', script)[1].split()
+    parts = re.search(r"parts='([\w ]+)'", script)[1].split()
     assert set(re.findall(r'reproduce\.sh (\w+)', README + RESULTS + script)) <= {*parts, 'all'}
     commands = re.sub('#.*', '', '\n'.join(re.findall(r'```bash\n(.*?)```', README, re.S)))
     helps = {}

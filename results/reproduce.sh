@@ -2,7 +2,8 @@
 # Makes the tables and pictures of README.md and results/README.md again, from training on:
 #
 #     bash results/reproduce.sh demo          TRA's line in the first picture: minutes
-#     bash results/reproduce.sh flipflop      or seeds, copy, induct, instruct, wikitext, bench, all
+#     bash results/reproduce.sh flipflop      or lengths, seeds, copy, induct, instruct, wikitext,
+#                                             bench, all
 #
 # Runs stay in out/, each with a log beside it; tables go to results/, pictures to assets/. Started
 # again, it skips the runs that are complete and resumes the others. A run has one thread, and two
@@ -13,7 +14,7 @@ export PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || ec
 queue=$(mktemp)
 trap 'rm -f "$queue"' EXIT
 others='rope nope alibi nape cope fot stick nosparsity nodistance'
-rivals='rope alibi fot stick'
+rivals='rope alibi fot'
 
 add() {                                 # add CONFIG SEED "NAME ..." [FLAG ...]: runs for `train`
   local name flag
@@ -92,18 +93,42 @@ flipflop() {
 }
 
 copy() {
-  for seed in 10 11; do add copy_paper_cpu $seed 'tra fot'; done
+  add copy_paper_cpu 100 'tra fot'
   train
-  table copy out/copy_paper_cpu-{tra,fot}-1[01] --n=500
+  table copy $(runs copy_paper_cpu 100 'tra fot') --n=200
   picture copy results/copy.json
+}
+
+small() {                               # small TASK [FLAG ...]: every attention, a laptop's size
+  add "$1_cpu" 0 "tra $others"
+  train
+  table "$1" $(runs "$1_cpu" 0 "tra $others") "${@:2}"
+  picture "$1" "results/$1.json"
+}
+
+induct() {
+  small induct --lengths=1x,2x,3x,4x,6x
+}
+
+instruct() {
+  small instruct --lengths=1x,2x,3x,4x,6x --n=300
+}
+
+wikitext() {
+  "$PYTHON" data.py wikitext2 --tokenizer=bytes
+  small wikitext --n=65536
 }
 
 bench() {
   "$PYTHON" eval.py --bench --out=results/bench.json
 }
 
-case ${1:-help} in
-  run | demo | lengths | seeds | flipflop | copy | bench) "$@" ;;
-  all) for task in demo lengths seeds flipflop copy bench; do "$task"; done ;;
-  *) sed -n '2,9s/^# \{0,1\}//p' "$0" ;;
+all() {
+  for part in $parts; do "$part"; done
+}
+
+parts='demo lengths seeds flipflop copy induct instruct wikitext bench'
+case " run all $parts " in
+  *" ${1:-help} "*) "$@" ;;
+  *) sed -n '2,10s/^# \{0,1\}//p' "$0" ;;
 esac
