@@ -245,7 +245,8 @@ def format_summary(results):
                                              if result['config'].get(key) is False)])
         cells.setdefault((label, result['task']), []).extend(
             row.get('bits_per_byte', row.get('exact_match')) for row in result['rows']
-            if place(row)[1] == longest[result['task']])
+            if place(row)[1] == longest[result['task']]
+            and (result['task'], row['split'] == 'val') != ('instruct', False))     # val is the mix
     mean = {cell: statistics.mean(values) for cell, values in cells.items() if values}
     def write(label, task):
         best = (min if task == 'wikitext' else max)(
@@ -439,7 +440,7 @@ def plot_attention(panels, wide, title, path):
         if 'keep' in parts:
             ax.text(T, T / 16, f'keeps {keep.sum() / past.sum():.0%}', ha='right', va='top',
                     color='#777777')
-            notes += ['grey: dropped'] + ['2/7: the 2nd kept key, and 7th of all, back'] * small
+            notes += ['grey: dropped'] + ['1/4: the 1st kept key, and 4th of all, back'] * small
             for i, j in np.argwhere(keep & small):
                 write(j + 0.5, i + 0.52, f"{parts['count'][i, j]:.0f}/{i - j + 1}",
                       color='white' if weights[i, j] > 0.4 else '#333333')
