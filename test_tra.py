@@ -600,13 +600,13 @@ def test_causality(attn):
 @pytest.mark.parametrize('attn', ATTENTIONS)
 @torch.no_grad()
 def test_cached_decoding_equals_the_full_pass(attn):
-    model = small(attn)
+    model = small(attn).double()        # in float32 a score of about 0 can fall on either side
     idx = torch.randint(13, (2, 1100))
     full = model(idx)[0]
     for sizes in ([1] * 1100, [1, 7, 64, 300, 500, 100, 20, 108]):
         cache = model.new_cache()
         parts = [model(part, cache=cache)[0] for part in idx.split(sizes, 1)]
-        close(torch.cat(parts, 1), full, 1e-4)
+        close(torch.cat(parts, 1), full, 1e-9)
     assert len(cache[0].buffers) == (3 if attn == 'fot' else 2)     # k, v and FoT's gates
 
 @pytest.mark.parametrize('attn', ATTENTIONS)
@@ -1694,7 +1694,7 @@ def test_seeds_of_a_setting_are_one_line(tmp_path, command):
     assert re.search(r'\n\| tra-1 .*\n\| again .*\n\| rope ', table(runs[2], again, runs[1], *args))
     # as many of each length as asked for
     rows = json.loads(command(runs[0], '--lengths=1x,2x', '--n=5,3', '--json')[1])['runs'][0]['rows']
-    assert {(row['length'], row['n']) for row in rows} == {(16, 5), (32, 3)}
+    assert {(row['length'], row['n']) for row in rows} == {(8, 5), (16, 3)}
     # runs of different n say so
     command(runs[1], '--split=val', '--n=7', f'--out={saved}')
     assert re.search(r'\n\| sequences +\| +7 to 20 \|\n', table(runs[0], saved, *args))
@@ -1835,7 +1835,7 @@ def test_what_is_stopped_halfway_keeps_what_is_done(tmp_path, command, monkeypat
 
 def test_the_file_is_written_whatever_becomes_of_the_words(tmp_path, command, monkeypatch):
     """a reader that has gone, an output without ±, a full disk"""
-    results, out = ROOT / 'results' / 'copy.json', tmp_path / 'out.md'
+    results, out = ROOT / 'results' / 'induct.json', tmp_path / 'out.md'
     table = command(results)[1]
     process = subprocess.Popen([sys.executable, ROOT / 'eval.py', results, f'--out={out}'],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -1883,10 +1883,10 @@ def test_pictures(tmp_path, command, monkeypatch):
         assert command(*args)[0] == 0 and is_picture(tmp_path / path), args
     assert [panels for panels, *_ in figures] == [4, 1, 2, 4 + 1, 8 + 1, 2 + 1]     # 1: the scale
     assert figures[1][1] == ['trained at 8', 'tra'] and not figures[1][2]           # no legend
-    assert command(ROOT / 'results' / 'flipflop.json', f'--plot={tmp_path}/x.png')[0] == 0
+    assert command(ROOT / 'results' / 'induct.json', f'--plot={tmp_path}/x.png')[0] == 0
     _, texts, legend, colours = figures[-1]
-    assert len(legend) == 8 and 'rope (4 seeds)' in legend and 'rope (4 seeds)' not in texts
-    assert colours['rope (4 seeds)'] == figures[0][3]['rope'] == evaluation.COLOURS['rope']
+    assert len(legend) == 8 and 'fot (4 seeds)' in legend and 'fot (4 seeds)' not in texts
+    assert colours['rope'] == figures[0][3]['rope'] == evaluation.COLOURS['rope']
     ours = {'tra', 'rope', 'nope', 'alibi', 'nape', 'cope', 'fot', 'stick'}     # a fork has more
     assert ours <= set(evaluation.COLOURS) and ours <= set(ATTENTIONS)
     assert len({*evaluation.COLOURS.values()}) == len(evaluation.COLOURS)
