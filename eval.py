@@ -178,8 +178,6 @@ def share(x):
         return f'{x:.3f}'
     return f'{x:.1e}' if x < 0.5 else f'{x:.6f}'
 
-ABLATIONS = 'tra_sparsity', 'tra_distance'
-
 # a row's metrics: key, name and how to write it
 METRICS = {'exact_match': ('exact match', share), 'token_error': ('token error', share),
            'perplexity': ('perplexity', '{:.2f}'.format),
@@ -241,8 +239,9 @@ def format_summary(results):
         here = max(place(row)[1] for row in result['rows'])
         longest[result['task']] = max(here, longest.get(result['task'], 0))
     for result in results:
-        label = ', '.join([result['attn'], *(f'{key}=False' for key in ABLATIONS
-                                             if result['config'].get(key) is False)])
+        label = ', '.join([result['attn'], *(
+            f'{key}=False' for key in ('tra_sparsity', 'tra_distance')
+            if result['config'].get(key) is False)])
         cells.setdefault((label, result['task']), []).extend(
             row.get('bits_per_byte', row.get('exact_match')) for row in result['rows']
             if place(row)[1] == longest[result['task']]

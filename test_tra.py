@@ -1693,8 +1693,8 @@ def test_seeds_of_a_setting_are_one_line(tmp_path, command):
     again = save_run(tmp_path / 'again', seed=1)
     assert re.search(r'\n\| tra-1 .*\n\| again .*\n\| rope ', table(runs[2], again, runs[1], *args))
     # as many of each length as asked for
-    rows = json.loads(command(runs[0], '--lengths=1x,2x', '--n=5,3', '--json')[1])['runs'][0]['rows']
-    assert {(row['length'], row['n']) for row in rows} == {(8, 5), (16, 3)}
+    [run] = json.loads(command(runs[0], '--lengths=1x,2x', '--n=5,3', '--json')[1])['runs']
+    assert {(row['length'], row['n']) for row in run['rows']} == {(8, 5), (16, 3)}
     # runs of different n say so
     command(runs[1], '--split=val', '--n=7', f'--out={saved}')
     assert re.search(r'\n\| sequences +\| +7 to 20 \|\n', table(runs[0], saved, *args))
@@ -1705,14 +1705,15 @@ def test_summary_of_several_tasks():
         rows = [{'split': f's{n % 2}', 'length': length, 'exact_match': x}
                 for n, (length, x) in enumerate(values)]
         return {'task': task, 'attn': attn, 'rows': rows, 'config': config}
-    text = [{'split': 'test', 'window': 128 * n, 'bits_per_byte': n, 'perplexity': 9} for n in (1, 2)]
+    text = [{'split': 'test', 'window': 128 * n, 'bits_per_byte': n} for n in (1, 2)]
+    more = [text[1] | {'bits_per_byte': 3}]
     table = evaluation.format_summary([
         run('copy', 'tra', [(8, 1.0), (8, 1.0), (32, 0.5), (32, 0.7)], tra_sparsity=True),
         run('copy', 'tra', [(32, 0.1), (32, 0.3)], tra_sparsity=True),              # a second seed
         run('copy', 'tra', [(8, 0.9), (16, 0.9)], tra_sparsity=False),              # not so long
         run('copy', 'fot', [(32, 0.8), (32, 0.0)]),
         {'task': 'wikitext', 'attn': 'tra', 'rows': text, 'config': {}},
-        {'task': 'wikitext', 'attn': 'fot', 'config': {}, 'rows': [text[1] | {'bits_per_byte': 3}]}])
+        {'task': 'wikitext', 'attn': 'fot', 'config': {}, 'rows': more}])
     assert [[cell.strip() for cell in line.split('|')[1:-1]] for line in table.splitlines()] == [
         ['', 'copy 32', 'wikitext 256'], ['-' * 25, '-' * 10 + ':', '-' * 13 + ':'],
         ['tra', '**0.400**', '**2.000**'], ['tra, tra_sparsity=False', '-', '-'],
@@ -1787,7 +1788,8 @@ def test_errors_are_one_line(tmp_path, command, monkeypatch):
             'must be even and at least 4': ['run --lengths=2', 'run --lengths=1x,9'],
             'copy length 0': ['copy --lengths=0'], 'memory': [f'copy --lengths={10 ** 13}'],
             'neither a length': ['run --lengths=8y'], 'of one task': ['run copy --plot'],
-            "split 'test'": ['run --split=test'], 'at least 1': ['run --n=0', 'run --n=x', 'run --n=5,'],
+            "split 'test'": ['run --split=test'],
+            'at least 1': ['run --n=0', 'run --n=x', 'run --n=5,'],
             '--nn=3': ['run --nn=3'], '2 numbers for 1': ['run --lengths=1x --n=5,6'],
             '.md or .json': ['run --out=x.txt'], 'no such folder': ['run --out=nowhere/x.md'],
             'must end in .png': ['run --plot=x.pdf'], "'z' is not a token": ['run --sample=wz'],
@@ -2411,7 +2413,8 @@ def test_tables_are_those_of_the_results(command, monkeypatch):
             printed = command(*paths.split(), *flags.split())[1]
         table = table.rstrip() if title == 'table' else f'{title}:\n\n{table.rstrip()}'
         assert table in printed, (paths, title)
-    used = {path for x in found for path in x[0].split()} | {'results/start.json', 'results/why.json'}
+    used = {path for x in found for path in x[0].split()}
+    used |= {'results/start.json', 'results/why.json'}
     assert used == {str(path) for path in Path('results').glob('*.json')}
 
 def test_table_of_starts():
@@ -2444,18 +2447,19 @@ def test_reproduce_skips_and_resumes(tmp_path):
     for path in (*ROOT.glob('*.py'), *ROOT.glob('config/*'), ROOT / 'results/reproduce.sh'):
         (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
         (tmp_path / path.relative_to(ROOT)).write_text(path.read_text())
+    env = {**os.environ, 'PYTHON': sys.executable, 'TORCHDYNAMO_DISABLE': '1'}
     def run(*flags):
         done = subprocess.run(['bash', 'results/reproduce.sh', 'run', 'a', 'config/flipflop_cpu.py',
                                *as_args({**TINY, 'max_iters': 3}), *flags], cwd=tmp_path, text=True,
-                              capture_output=True,
-                              env={**os.environ, 'PYTHON': sys.executable, 'TORCHDYNAMO_DISABLE': '1'})
+                              capture_output=True, env=env)
         return done.returncode, done.stdout
     code, out = run()
     assert code == 0 and 'a begins' in out and re.search(r'a ends: .*val@', out)
     assert run() == (0, '')
     metrics = tmp_path / 'out/a/metrics.jsonl'
     metrics.write_text(metrics.read_text().replace('"final": true', '"final": false'))
-    assert run()[0] == 0 and 'resumed out/a/last.pt at step 3' in (tmp_path / 'out/a.log').read_text()
+    assert run()[0] == 0
+    assert 'resumed out/a/last.pt at step 3' in (tmp_path / 'out/a.log').read_text()
     (tmp_path / 'out/a/metrics.jsonl').unlink()
     code, out = run('--n_embd=12')
     assert code == 255 and 'n_embd' in out
