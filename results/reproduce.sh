@@ -85,11 +85,11 @@ seeds() {
 }
 
 flipflop() {
-  for seed in {10..13}; do add flipflop_paper_cpu $seed tra; done
-  add flipflop_paper_cpu 10 "$others"
+  for seed in {14..17}; do add flipflop_paper_cpu $seed tra; done
+  add flipflop_paper_cpu 14 "$others"
   train
-  table flipflop_tra out/flipflop_paper_cpu-tra-{10..13} --lengths=1x,4x,16x --n=1000,50,8
-  table flipflop $(runs flipflop_paper_cpu 10 "$others") --lengths=1x,4x,16x --n=100,16,4
+  table flipflop_tra out/flipflop_paper_cpu-tra-{14..17} --lengths=1x,4x,16x --n=1000,50,8
+  table flipflop $(runs flipflop_paper_cpu 14 "$others") --lengths=1x,4x,16x --n=100,16,4
 }
 
 copy() {
