@@ -2,8 +2,8 @@
 # Makes the tables and pictures of README.md and results/README.md again, from training on:
 #
 #     bash results/reproduce.sh demo          TRA's line in the first picture: minutes
-#     bash results/reproduce.sh flipflop      or lengths, seeds, copy, induct, instruct, wikitext,
-#                                             bench, all
+#     bash results/reproduce.sh flipflop      or lengths, seeds, copy, induct, instruct, why,
+#                                             wikitext, bench, all
 #
 # Runs stay in out/, each with a log beside it; tables go to results/, pictures to assets/. Started
 # again, it skips the runs that are complete and resumes the others. A run has one thread, and two
@@ -14,6 +14,7 @@ export PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || ec
 queue=$(mktemp)
 trap 'rm -f "$queue"' EXIT
 others='rope nope alibi nape cope fot stick nosparsity nodistance'
+few='rope nape cope nosparsity nodistance'
 rivals='rope alibi fot'
 
 add() {                                 # add CONFIG SEED "NAME ..." [FLAG ...]: runs for `train`
@@ -92,31 +93,39 @@ flipflop() {
   table flipflop $(runs flipflop_paper_cpu 14 "$others") --lengths=1x,4x,16x --n=100,16,4
 }
 
-copy() {
-  add copy_paper_cpu 100 'tra fot'
+symbols() {                             # symbols TASK [FLAG ...]: the paper's model and lengths
+  add "$1_paper_cpu" 10 "tra fot $few"
+  add "$1_paper_cpu" 11 'tra fot'
   train
-  table copy $(runs copy_paper_cpu 100 'tra fot') --n=200
-  picture copy results/copy.json
+  table "$1" $(runs "$1_paper_cpu" 10 "tra fot $few") $(runs "$1_paper_cpu" 11 'tra fot') "${@:2}"
+  picture "$1" "results/$1.json" --split=val
 }
 
-small() {                               # small TASK [FLAG ...]: every attention, a laptop's size
-  add "$1_cpu" 0 "tra $others"
-  train
-  table "$1" $(runs "$1_cpu" 0 "tra $others") "${@:2}"
-  picture "$1" "results/$1.json"
+copy() {
+  symbols copy --n=200
 }
 
 induct() {
-  small induct --lengths=1x,2x,3x,4x,6x
+  symbols induct --n=200
 }
 
 instruct() {
-  small instruct --lengths=1x,2x,3x,4x,6x --n=300
+  symbols instruct --lengths=1x,2x,6x,10x --n=100
+}
+
+why() {                                 # where the mistakes on copy and induct are
+  for run in "copy_paper_cpu-tra-10" "copy_paper_cpu-fot-10" "induct_paper_cpu-tra-10" \
+             "induct_paper_cpu-tra-10 300 100 3 1"; do
+    "$PYTHON" results/why.py out/$run
+  done | sed '1s/^/{"runs": [\n/; $!s/$/,/; $s/$/\n]}/' > results/why.json
 }
 
 wikitext() {
   "$PYTHON" data.py wikitext2 --tokenizer=bytes
-  small wikitext --n=65536
+  add wikitext_cpu 0 "tra $others"
+  train
+  table wikitext $(runs wikitext_cpu 0 "tra $others") --n=65536
+  picture wikitext results/wikitext.json
 }
 
 bench() {
@@ -127,7 +136,7 @@ all() {
   for part in $parts; do "$part"; done
 }
 
-parts='demo lengths seeds flipflop copy induct instruct wikitext bench'
+parts='demo lengths seeds flipflop copy induct instruct why wikitext bench'
 case " run all $parts " in
   *" ${1:-help} "*) "$@" ;;
   *) sed -n '2,10s/^# \{0,1\}//p' "$0" ;;
