@@ -100,7 +100,7 @@ def same_with_gradients(a, b, xs, tolerance, of_gradients=None):
 # --------------------------------------------------------------------------------------------------
 # tra.py: TRA against loops
 
-def loop_tra(q, k, v, log_gate, dout, sparsity=True, distance=True):
+def loop_tra(q, k, v, log_gate, dout, threshold=0.0, distance=True):
     """
     One head in numpy: q (Tq, D), k, v (T, D), log_gate (Tq). Returns out and the gradients of the
     four, by the chain rule.
@@ -113,7 +113,7 @@ def loop_tra(q, k, v, log_gate, dout, sparsity=True, distance=True):
         kept, logits, distances, c = [], [], [], 0
         for j in range(i, -1, -1):
             s = float(q[row] @ k[j]) / math.sqrt(D)
-            if s > 0 or not sparsity:
+            if s > threshold:
                 c += 1
                 kept.append(j)
                 distances.append(c if distance else 0)
@@ -141,8 +141,8 @@ def loop_tra_heads(xs, dout, **switches):
     heads = [loop_tra(*(x[b, h] for x in arrays), **switches) for b in range(B) for h in range(H)]
     return [torch.tensor(np.stack(x)).unflatten(0, (B, H)) for x in zip(*heads)]
 
-SWITCHES = [{}, {'distance': False}, {'sparsity': False}]
-NAMES = ['tra', 'no distance', 'no sparsity']
+SWITCHES = [{}, {'distance': False}, {'threshold': -math.inf}, {'threshold': 0.5}]
+NAMES = ['tra', 'no distance', 'no sparsity', 'other threshold']
 
 def three_ways(monkeypatch):
     """tra_dense, and tra_blockwise by tiles and by the plain walk"""
@@ -244,7 +244,7 @@ GATES = ['never', 'slow', 'fast', 'at once', 'one stubborn row', 'one stubborn h
 @pytest.mark.parametrize('gates, scale, plain, switches',
                          [(g, scale, 0, {}) for g in GATES for scale in (0.3, 1.0, 2.5)] +
                          [(g, 1.0, 1000, {}) for g in GATES] +
-                         [('mixed', 1.0, plain, {'sparsity': False}) for plain in (0, 1000)])
+                         [('mixed', 1.0, plain, {'threshold': -math.inf}) for plain in (0, 1000)])
 def test_early_exit_changes_nothing(gates, scale, plain, switches, monkeypatch):
     """the tail that is left out is below rounding, whatever the gates and the size of q and k"""
     monkeypatch.setattr(tra, 'PLAIN', plain)
@@ -2063,7 +2063,8 @@ def test_run_leaves_table_files_and_next_command(tmp_path):
     assert timeless(run) == before
     refused(tiny(run), '--resume=True', '--overwrite=True')             # not overwritten silently
     assert tiny(run, overwrite=True, max_iters=5)[0] == 0 and max(losses(run)) == 5
-    code, _, _ = tiny(run, resume=True, max_iters=8, log_interval=2)    # what may change
+    code, out, _ = tiny(run, resume=True, max_iters=8, log_interval=2)  # what may change
+    assert 'max_iters was 5 and is 8' in out
     assert code == 0 and list(losses(run)) == [1, 2, 3, 4, 5, 6, 8]
 
 def test_the_final_table_is_the_one_of_eval(tmp_path, command):
@@ -2256,6 +2257,8 @@ def test_files_and_flags(tmp_path):
     assert s['eval_lengths'] == (1, 4, 16) and s['learning_rate'] == 3e-4
     assert settings_of('--eval_lengths=4', '--grad_clip=-0')['eval_lengths'] == (4,)
     assert settings_of()['out_dir'] == 'out/flipflop-tra-0'
+    s = settings_of('--tra_sparsity=false', '--eval_n=8', '--n_embd', '4*8', '--max_iters=9')
+    assert s['out_dir'] == 'out/flipflop-tra-0-tra_sparsity=False-n_embd=32'
     assert settings_of('--out_dir=True story', '--out_dir=1')['out_dir'] == '1'
 
 def test_help_lists_every_setting():

@@ -50,6 +50,7 @@ class Config:
     mlp_ratio: int = 2             # hidden size of the MLP, in multiples of n_embd
     dropout: float = 0.01          # on attention weights and on the MLP's hidden layer
     attn: str = 'tra'              # tra, rope, nope, alibi, nape, cope, fot or stick
+    tra_threshold: float = 0.0     # a key is kept if its score is above it; the paper's is 0
     tra_sparsity: bool = True      # False: ablation, every key is kept; distance is i - j + 1
     tra_distance: bool = True      # False: ablation, keys are dropped, without a distance term
     rope_theta: float = 500_000.0  # base of the rotary angles
@@ -68,6 +69,9 @@ class Config:
             raise ValueError(f'n_embd ({self.n_embd}) must be divisible by n_head ({self.n_head})')
         if self.attn == 'rope' and D % 2:
             raise ValueError(f'rope rotates pairs: n_embd / n_head must be even, not {D}')
+        if not 0 <= self.tra_threshold < math.sqrt(D):
+            raise ValueError(f'tra_threshold must be at least 0 and below sqrt(n_embd / n_head), '
+                             f'the largest score, not {self.tra_threshold}')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
 
@@ -88,12 +92,12 @@ def in_full_precision(attention):
 # TRA, the formula
 
 @in_full_precision
-def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropped=1.0):
+def tra_dense(q, k, v, log_gate, threshold=0.0, distance=True, dropped=1.0):
     """
     TRA as the equations say it, with T x T matrices: the function to learn from.
 
-    q (B, H, Tq, D), k and v (B, H, T, D), log_gate g (B, H, Tq). Dropout, in tests, is a factor
-    0 or 1 / (1 - p) for each weight.
+    q (B, H, Tq, D), k and v (B, H, T, D), log_gate g (B, H, Tq). A threshold of -inf keeps every
+    key. Dropout, in tests, is a factor 0 or 1 / (1 - p) for each weight.
 
     `keep` and `count` come from comparisons: to the gradient they are constants. s, g and v learn
     through the keys that are kept; a dropped key learns nothing from that query.
@@ -102,9 +106,7 @@ def tra_dense(q, k, v, log_gate, sparsity=True, distance=True, dropped=1.0):
     i = torch.arange(T - Tq, T, device=q.device)[:, None]
     j = torch.arange(T, device=q.device)[None, :]
     scores = q @ k.mT / math.sqrt(D)                            # s_ij     (B, H, Tq, T)
-    keep = (j <= i).expand_as(scores)                           # keep_ij
-    if sparsity:
-        keep = keep & (scores > 0)
+    keep = (j <= i) & (scores > threshold)                      # keep_ij
     count = keep.flip(-1).cumsum(-1).flip(-1)                   # c_ij: kept keys, from j rightwards
     logits = scores                                             # l_ij
     if distance:
@@ -150,7 +152,8 @@ class Attention(nn.Module):
             return q, *keys, self.table
         if config.attn == 'tra':
             bound = 1.01 * math.sqrt(q.size(-1))    # tra_blockwise asks: no score is larger
-            return q, *keys, log_gate, config.tra_sparsity, config.tra_distance, bound
+            threshold = config.tra_threshold if config.tra_sparsity else -math.inf
+            return q, *keys, log_gate, threshold, config.tra_distance, bound
         return q, *keys
 
     def attend(self, q, k, v, *rest):
@@ -425,9 +428,9 @@ ATTENTIONS = {
 #
 #     exp(bound) (e^{g c} + e^{g (c+1)} + ...)  =  exp(bound + g c) / (1 - e^g)
 #
-# The sum so far is at least 1 (e^-bound if every key is kept, for then the nearest may have any
-# score). Once the tail is below rounding beside it, the rest of the walk cannot change the result
-# and is left out: heads that forget cost O(T), not O(T^2), unless they hardly keep a key.
+# The sum so far is at least 1 (e^threshold if that is not 0, e^-bound if every key is kept). Once
+# the tail is below rounding beside it, the rest of the walk cannot change the result and is left
+# out: heads that forget cost O(T), not O(T^2), unless they hardly keep a key.
 #
 # The threshold is a step. A score that is 0 but for rounding may be kept by one function and
 # dropped by the other, which sums in another order, and then all counts to its left differ by one.
@@ -440,7 +443,7 @@ PLANES = 8      # see tile
 
 @torch.compiler.disable     # a compiled model calls it as it is, and does not unroll the walk
 @in_full_precision
-def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, bound=None, dropout=0.0,
+def tra_blockwise(q, k, v, log_gate, threshold=0.0, distance=True, bound=None, dropout=0.0,
                   noise=None):
     """
     The same as tra_dense, and what the model runs. No score may exceed `bound`; the model knows
@@ -461,17 +464,17 @@ def tra_blockwise(q, k, v, log_gate, sparsity=True, distance=True, bound=None, d
     if dropout and noise is None:
         noise = torch.randint(2 ** 31, log_gate.shape, device=q.device, dtype=torch.int32)
     walk = plain_walk if Tq <= PLAIN else tiled_walk
-    out, total = walk(q, k, v, log_gate, noise, sparsity, bound, dropout)
+    out, total = walk(q, k, v, log_gate, noise, threshold, bound, dropout)
     return out * total.masked_fill(total == 0, 1).reciprocal()  # division's backward is slower
 
-def enough(bound, log_gate, sparsity):
+def enough(bound, log_gate, threshold):
     """How many kept keys make the rest of a row too small to matter; infinite for g = 0."""
-    least = 0 if sparsity else -bound                           # the nearest key's score, at least
+    least = max(threshold, -bound)                              # the nearest key's score, at least
     log_share = bound - torch.log(-torch.expm1(log_gate)) - least           # of the tail at c = 0
     rounding = math.log(torch.finfo(log_gate.dtype).eps / 64)   # with a margin
     return ((log_share - rounding) / log_gate.abs()).clamp(min=1)    # 1: or the sum so far may be 0
 
-def plain_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
+def plain_walk(q, k, v, log_gate, noise, threshold, bound, dropout):
     """
     `out` (B, H, Tq, D) and `total` (B, H, Tq, 1) of few queries, as in decoding, by spans of keys
     that grow as the early exit becomes less likely. A GPU takes all keys at once: to ask it whether
@@ -486,9 +489,7 @@ def plain_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
     while stop > 0:
         j = torch.arange(start, stop, device=q.device)
         scores = q @ k[:, :, start:stop].mT / math.sqrt(q.size(-1))         # (B, H, Tq, span)
-        keep = (j <= i).expand_as(scores)
-        if sparsity:
-            keep = keep & (scores > 0)
+        keep = (j <= i) & (scores > threshold)
         c = count + keep.flip(-1).cumsum(-1).flip(-1)
         weights = torch.where(keep, scores + log_gate * (c - 1), -math.inf).exp()
         total = total + weights.sum(-1, keepdim=True)
@@ -497,7 +498,7 @@ def plain_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
         out = out + weights @ v[:, :, start:stop]
         count = c[..., :1]
         start, stop = max(0, start - 2 * (stop - start)), start
-        if stop and (count >= enough(bound, log_gate.detach(), sparsity)).all():
+        if stop and (count >= enough(bound, log_gate.detach(), threshold)).all():
             break
     return out, total
 
@@ -548,7 +549,7 @@ def compiled(function):
 
 compiled.broken = False
 
-def tile(q, k, v, log_gate, count, seen, noise, sparsity, dropout):
+def tile(q, k, v, log_gate, count, seen, noise, threshold, dropout):
     """
     What N tiles add to their queries' `out` (N, block, D) and `total` (N, block, 1), and `count`
     with their kept keys. q (N, block, D), k (N, D, block), v (N, block, D), the rest (N, block, 1);
@@ -565,9 +566,7 @@ def tile(q, k, v, log_gate, count, seen, noise, sparsity, dropout):
     planes = [s / math.sqrt(q.size(-1)) for s in planes]        # before unbind it costs a pass
     groups = planes[0].size(-1)
     ahead = seen - PLANES * torch.arange(groups, device=q.device, dtype=q.dtype)
-    keep = [(ahead >= p).expand_as(s) for p, s in enumerate(planes)]        # i - j is ahead - p
-    if sparsity:
-        keep = [x & (s > 0) for x, s in zip(keep, planes)]
+    keep = [(ahead >= p) & (s > threshold) for p, s in enumerate(planes)]   # i - j is ahead - p
     kept = sum(x.to(q.dtype) for x in keep)                     # in each group
     triangle = torch.ones(groups, groups, device=q.device, dtype=q.dtype).tril(-1)
     c = count + kept @ triangle                                 # kept in the groups further right
@@ -593,7 +592,7 @@ def tile_gradients(dout, dtotal, q, k, v, log_gate, *rest):
 
 fast_tile, fast_gradients = compiled(tile), compiled(tile_gradients)
 
-def tiled_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
+def tiled_walk(q, k, v, log_gate, noise, threshold, bound, dropout):
     """
     The same as plain_walk, for many queries. Keys are padded on the right to whole blocks, queries
     on both sides to the same grid. No real query sees a padded key, which lies in its future, and
@@ -616,11 +615,11 @@ def tiled_walk(q, k, v, log_gate, noise, sparsity, bound, dropout):
         x = x.unflatten(2, (-1, block // planes, planes)).permute(2, 0, 1, 4, 3, 5)
         return x.movedim(5, 3).flatten(4).flatten(0, 2) if turn else x.flatten(3, 4).flatten(0, 2)
 
-    needed = enough(bound, log_gate.detach(), sparsity) if T > patience * block else None
+    needed = enough(bound, log_gate.detach(), threshold) if T > patience * block else None
     # padded with 0, so that padded queries are done at once
     per_query = [x if x is None else cut(x[..., None], left) for x in (log_gate, needed, noise)]
     sums = Walk.apply(cut(q, left), cut(k, 0, PLANES, turn=True), cut(v, 0, PLANES), *per_query,
-                      B * H, offset, scores_a_call // block ** 2, patience, sparsity, dropout)
+                      B * H, offset, scores_a_call // block ** 2, patience, threshold, dropout)
     sums = [x.unflatten(0, (-1, B, H)).movedim(0, 2).flatten(2, 3) for x in sums]
     return [x[:, :, left:left + Tq] if left or right else x for x in sums]  # a slice costs a pass
 

@@ -52,7 +52,7 @@ def settings():
 # -----------------------------------------------------------------------------
 # Settings. The defaults are the paper's flip-flop run.
 # run
-out_dir = 'auto'            # where to keep the run; auto: out/NAME-attn-seed, NAME of file or task
+out_dir = 'auto'            # where to keep the run; auto: out/FILE-attn-seed, then other flags
 resume = False              # go on from out_dir/last.pt
 overwrite = False           # start over in an out_dir that holds a run, which is lost
 log_interval = 100          # steps between log lines
@@ -83,6 +83,7 @@ n_embd = 256                # width
 mlp_ratio = 2               # hidden size of the MLP, in widths
 dropout = 0.01              # on attention weights and on the MLP's hidden layer
 attn = 'tra'                # tra, rope, nope, alibi, nape, cope, fot or stick
+tra_threshold = 0.0         # what a score must exceed for its key to be kept; the paper's is 0
 tra_sparsity = True         # False: ablation, every key is kept
 tra_distance = True         # False: ablation, distance does not count
 rope_theta = 500_000.0      # base of the rotary angles
@@ -174,7 +175,9 @@ for key, text in flags.items():
     config |= parse(f'{key} = ({text})')
 if config['out_dir'] == 'auto':
     name = Path(files[-1]).stem if files and 'task' not in flags else config['task']
-    config['out_dir'] = f'out/{name}-{config["attn"]}-{config["seed"]}'
+    apart = set(flags) - MAY_CHANGE - {'task', 'attn', 'seed', 'max_iters'}
+    config['out_dir'] = '-'.join([f'out/{name}', config['attn'], str(config['seed']),
+                                  *(f'{key}={config[key]}' for key in flags if key in apart)])
 if {'-h', '--help'} & set(sys.argv):
     print(__doc__.strip())
     left = dict(config)
@@ -274,7 +277,7 @@ def say(text):
         stop = stop or signal.SIGPIPE
 
 say(machine.why)
-say(' '.join(f'{key}={config[key]!r}' for key in config if config[key] != DEFAULTS[key]))
+say('changed: ' + ' '.join(f'{key}={x!r}' for key, x in config.items() if x != DEFAULTS[key]))
 tokens = source.batch(seed, 0, 1)[0].size * batch_size * gradient_accumulation_steps
 parameters = sum(p.numel() for p in raw_model.parameters())
 say(f'{parameters:,} parameters | {tokens:,} tokens a step | processes: {world} | {folder}')
@@ -361,6 +364,8 @@ if resume:
     if rank == 0:
         begin()
     say(f'resumed {last} at step {step}' + ': the run is complete' * (step == max_iters))
+    if max_iters != saved['max_iters']:
+        say(f'max_iters was {saved["max_iters"]} and is {max_iters}: the learning rate follows it')
 if step < max_iters and (compile or attn == 'tra'):
     say('compiling: this takes a while the first time, then it is cached')
 began = shown = time.monotonic()                            # shown: the last log line

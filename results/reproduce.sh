@@ -3,7 +3,7 @@
 #
 #     bash results/reproduce.sh demo          TRA's line in the first picture: minutes
 #     bash results/reproduce.sh flipflop      or lengths, seeds, copy, induct, instruct, why,
-#                                             wikitext, bench, all
+#                                             rates, wikitext, bench, all
 #
 # Runs stay in out/, each with a log beside it; tables go to results/, pictures to assets/. Started
 # again, it skips the runs that are complete and resumes the others. A run has one thread, and two
@@ -17,7 +17,11 @@ others='rope nope alibi nape cope fot stick nosparsity nodistance'
 few='rope nape cope nosparsity nodistance'
 rivals='rope alibi fot'
 
-add() {                                 # add CONFIG SEED "NAME ..." [FLAG ...]: runs for `train`
+job() {                                 # job NAME CONFIG FLAG ...: a run for `train`
+  echo "$1 config/$2.py ${*:3}" >> "$queue"
+}
+
+add() {                                 # add CONFIG SEED "NAME ..." [FLAG ...]: several of them
   local name flag
   for name in $3; do
     case $name in
@@ -25,7 +29,7 @@ add() {                                 # add CONFIG SEED "NAME ..." [FLAG ...]:
       nodistance) flag=--tra_distance=False ;;
       *) flag=--attn=$name ;;
     esac
-    echo "$1-$name-$2 config/$1.py --seed=$2 $flag ${*:4}" >> "$queue"
+    job "$1-$name-$2" "$1" --seed=$2 $flag ${@:4}
   done
 }
 
@@ -103,19 +107,32 @@ symbols() {                             # symbols TASK [FLAG ...]: the paper's m
 
 copy() {
   symbols copy --n=200
+  job copy_long-tra-10 copy_paper_cpu --seed=10 --max_iters=6000 --eval_interval=1000
+  train
+  table copy_long out/copy_long-tra-10 --n=200
 }
 
 induct() {
-  symbols induct --n=200
+  symbols induct --n=100
 }
 
 instruct() {
-  symbols instruct --lengths=1x,2x,6x,10x --n=100
+  symbols instruct --lengths=1x,2x,6x,10x --n=60
+}
+
+rates() {                               # which learning rate
+  for rate in 1e-3 4e-4 2e-4; do
+    for attn in tra fot; do
+      job "induct_rate-$attn-$rate" induct_paper_cpu --seed=100 --attn=$attn --learning_rate=$rate \
+        --max_iters=1000 --eval_interval=250
+    done
+  done
+  train
+  table rates out/induct_rate-{tra,fot}-{1e-3,4e-4,2e-4} --n=100
 }
 
 why() {                                 # where the mistakes on copy and induct are
-  for run in "copy_paper_cpu-tra-10" "copy_paper_cpu-fot-10" "induct_paper_cpu-tra-10" \
-             "induct_paper_cpu-tra-10 300 100 3 1"; do
+  for run in copy_paper_cpu-{tra,fot}-10 {copy_long,induct_paper_cpu}-tra-10{,' 300 100 3 1'}; do
     "$PYTHON" results/why.py out/$run
   done | sed '1s/^/{"runs": [\n/; $!s/$/,/; $s/$/\n]}/' > results/why.json
 }
@@ -136,7 +153,7 @@ all() {
   for part in $parts; do "$part"; done
 }
 
-parts='demo lengths seeds flipflop copy induct instruct why wikitext bench'
+parts='demo lengths seeds flipflop copy induct instruct why rates wikitext bench'
 case " run all $parts " in
   *" ${1:-help} "*) "$@" ;;
   *) sed -n '2,10s/^# \{0,1\}//p' "$0" ;;
