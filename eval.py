@@ -240,8 +240,8 @@ def format_summary(results):
         longest[result['task']] = max(here, longest.get(result['task'], 0))
     for result in results:
         label = ', '.join([result['attn'], *(
-            f'{key}=False' for key in ('tra_sparsity', 'tra_distance')
-            if result['config'].get(key) is False)])
+            f'{key}={x}' for key, x in result['config'].items()
+            if key.startswith('tra_') and x != getattr(tra.Config, key))])
         cells.setdefault((label, result['task']), []).extend(
             row.get('bits_per_byte', row.get('exact_match')) for row in result['rows']
             if place(row)[1] == longest[result['task']]

@@ -648,10 +648,20 @@ def test_a_model_can_be_compiled(compiling):
     same_with_gradients(loss, expected, list(model.parameters()), 1e-6)
     assert len(graphs) <= 5 and sum(map(len, graphs)) < 200     # two more with each layer
 
+def test_settings_of_the_threshold_reach_the_formula():
+    x = noise(torch.zeros(1, 20, 16, dtype=torch.float64))
+    for options, threshold in (({}, 0.0), ({'tra_threshold': 0.7}, 0.7),
+                               ({'tra_threshold': 0.7, 'tra_sparsity': False}, -math.inf)):
+        attn = small(**options).double().blocks[0].attn
+        out = tra_dense(*attn.project(x)[:4], threshold=threshold)
+        close(attn(x), attn.proj(out.transpose(1, 2).flatten(2)), 1e-12)
+
 def test_bad_configs():
     for options, words in ((dict(attn='rpoe'), ['rpoe', 'rope', 'tra']),
                            (dict(n_embd=10, n_head=4), ['10', '4']),
                            (dict(n_embd=12, n_head=4, attn='rope'), ['even', '3']),
+                           (dict(tra_threshold=8.0), ['tra_threshold', '8.0']),
+                           (dict(tra_threshold=math.nan), ['tra_threshold', 'nan']),
                            (dict(dropout=1.0), ['dropout', '1.0']),
                            (dict(n_layer=0), ['n_layer', '0'])):
         with pytest.raises(ValueError) as error:
@@ -1711,13 +1721,14 @@ def test_summary_of_several_tasks():
         run('copy', 'tra', [(8, 1.0), (8, 1.0), (32, 0.5), (32, 0.7)], tra_sparsity=True),
         run('copy', 'tra', [(32, 0.1), (32, 0.3)], tra_sparsity=True),              # a second seed
         run('copy', 'tra', [(8, 0.9), (16, 0.9)], tra_sparsity=False),              # not so long
+        run('copy', 'tra', [(32, 0.2)], tra_threshold=1.0, tra_sparsity=True),
         run('copy', 'fot', [(32, 0.8), (32, 0.0)]),
         {'task': 'wikitext', 'attn': 'tra', 'rows': text, 'config': {}},
         {'task': 'wikitext', 'attn': 'fot', 'config': {}, 'rows': more}])
     assert [[cell.strip() for cell in line.split('|')[1:-1]] for line in table.splitlines()] == [
         ['', 'copy 32', 'wikitext 256'], ['-' * 25, '-' * 10 + ':', '-' * 13 + ':'],
         ['tra', '**0.400**', '**2.000**'], ['tra, tra_sparsity=False', '-', '-'],
-        ['fot', '**0.400**', '3.000']]
+        ['tra, tra_threshold=1.0', '0.200', '-'], ['fot', '**0.400**', '3.000']]
 
 def test_format_table():
     row = {'split': 'val', 'length': 8, 'n': 1000, 'exact_match': 1.0, 'token_error': 0.0,

@@ -3,7 +3,7 @@
 #
 #     bash results/reproduce.sh demo          TRA's line in the first picture: minutes
 #     bash results/reproduce.sh flipflop      or lengths, seeds, copy, induct, instruct, why,
-#                                             rates, wikitext, bench, all
+#                                             wikitext, bench, all
 #
 # Runs stay in out/, each with a log beside it; tables go to results/, pictures to assets/. Started
 # again, it skips the runs that are complete and resumes the others. A run has one thread, and two
@@ -14,7 +14,6 @@ export PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || ec
 queue=$(mktemp)
 trap 'rm -f "$queue"' EXIT
 others='rope nope alibi nape cope fot stick nosparsity nodistance'
-few='rope nape cope nosparsity nodistance'
 rivals='rope alibi fot'
 
 job() {                                 # job NAME CONFIG FLAG ...: a run for `train`
@@ -27,6 +26,7 @@ add() {                                 # add CONFIG SEED "NAME ..." [FLAG ...]:
     case $name in
       nosparsity) flag=--tra_sparsity=False ;;
       nodistance) flag=--tra_distance=False ;;
+      above) flag=--tra_threshold=2 ;;
       *) flag=--attn=$name ;;
     esac
     job "$1-$name-$2" "$1" --seed=$2 $flag ${@:4}
@@ -98,18 +98,21 @@ flipflop() {
 }
 
 symbols() {                             # symbols TASK [FLAG ...]: the paper's model and lengths
-  add "$1_paper_cpu" 10 "tra fot $few"
-  add "$1_paper_cpu" 11 'tra fot'
+  local two='tra above fot' one='rope nape cope nosparsity nodistance'
+  add "$1_paper_cpu" 10 "$two $one"
+  add "$1_paper_cpu" 11 "$two"
   train
-  table "$1" $(runs "$1_paper_cpu" 10 "tra fot $few") $(runs "$1_paper_cpu" 11 'tra fot') "${@:2}"
+  table "$1" $(runs "$1_paper_cpu" 10 "$two $one") $(runs "$1_paper_cpu" 11 "$two") "${@:2}"
   picture "$1" "results/$1.json" --split=val
 }
 
 copy() {
   symbols copy --n=200
   job copy_long-tra-10 copy_paper_cpu --seed=10 --max_iters=6000 --eval_interval=1000
+  job copy_long-above-10 copy_paper_cpu --seed=10 --max_iters=4000 --eval_interval=1000 \
+    --tra_threshold=2
   train
-  table copy_long out/copy_long-tra-10 --n=200
+  table copy_long out/copy_long-{tra,above}-10 --n=200
 }
 
 induct() {
@@ -118,17 +121,6 @@ induct() {
 
 instruct() {
   symbols instruct --lengths=1x,2x,6x,10x --n=60
-}
-
-rates() {                               # which learning rate
-  for rate in 1e-3 4e-4 2e-4; do
-    for attn in tra fot; do
-      job "induct_rate-$attn-$rate" induct_paper_cpu --seed=100 --attn=$attn --learning_rate=$rate \
-        --max_iters=1000 --eval_interval=250
-    done
-  done
-  train
-  table rates out/induct_rate-{tra,fot}-{1e-3,4e-4,2e-4} --n=100
 }
 
 why() {                                 # where the mistakes on copy and induct are
@@ -153,7 +145,7 @@ all() {
   for part in $parts; do "$part"; done
 }
 
-parts='demo lengths seeds flipflop copy induct instruct why rates wikitext bench'
+parts='demo lengths seeds flipflop copy induct instruct why wikitext bench'
 case " run all $parts " in
   *" ${1:-help} "*) "$@" ;;
   *) sed -n '2,10s/^# \{0,1\}//p' "$0" ;;
