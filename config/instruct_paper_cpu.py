@@ -2,8 +2,8 @@
 #
 #     python train.py config/instruct_paper_cpu.py
 #
-# On one core of an AMD EPYC (AVX-512): 10 minutes. Exact match, seed 100: first 0.92, last 1.00 at
-# 0-50 symbols, 0.63, 0.95 at 451-500; copy, reverse, count and parity were not learned so soon.
+# Not run with these settings yet. With 500 steps of 64 at 1e-3, seed 100, exact match: first 0.92,
+# last 1.00 at 0-50 symbols, 0.63, 0.95 at 451-500; copy, reverse, count, parity not learned.
 
 task = 'instruct'
 train_length = 50
