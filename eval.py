@@ -369,7 +369,7 @@ def plot_lengths(settings, path):
             ax.set_ylim(-0.03, 1.03)
             ax.label_outer()
     named = ax.get_legend_handles_labels()[0]
-    if len(named) == len(lines) <= 5:           # few lines are named where they end
+    if len(named) == len(lines) <= 5 and max(map(len, lines)) < 12:     # named where they end
         fig.draw_without_rendering()            # now the points have their places
         ends = [ax.transData.transform(line.get_xydata()[-1])[1] for line in named]
         above = -math.inf

@@ -2,9 +2,8 @@
 #
 #     python train.py config/copy_paper_cpu.py
 #
-# On one core of an AMD EPYC (AVX-512), the other one busy too: 13 minutes. Exact match, seeds 10
-# and 11: 0.97 at 1-50 symbols, 0.87 at 101-150, 0.21 at 251-300 (--attn=fot: 0.98, 0.70, 0.00;
-# --tra_threshold=2: 0.97, 0.85, 0.34).
+# On one core of an AMD EPYC, the other busy too: 13 minutes. Exact match at 1-50, 101-150, 251-300
+# symbols, seeds 10, 11: 0.97, 0.87, 0.21 (fot: 0.98, 0.70, 0; tra_threshold=2: 0.97, 0.85, 0.34).
 
 task = 'copy'
 train_length = 50

@@ -2,9 +2,8 @@
 #
 #     python train.py config/induct_paper_cpu.py
 #
-# On one core of an AMD EPYC (AVX-512), the other one busy too: 9 minutes. All eight answers right,
-# seeds 10 and 11: 0.96 at 2-50 symbols, 0.40 at 251-300 (--attn=fot: 1.00, 0.47;
-# --tra_threshold=2: 0.91, 0.71).
+# On one core of an AMD EPYC, the other busy too: 9 minutes. Eight answers right at 2-50 and 251-300
+# symbols, seeds 10 and 11: 0.96, 0.40 (--attn=fot: 1.00, 0.47; --tra_threshold=2: 0.91, 0.71).
 
 task = 'induct'
 train_length = 50
