@@ -70,7 +70,7 @@ class Config:
         if self.attn == 'rope' and D % 2:
             raise ValueError(f'rope rotates pairs: n_embd / n_head must be even, not {D}')
         if not 0 <= self.tra_threshold < math.sqrt(D):
-            raise ValueError(f'tra_threshold must be at least 0 and below sqrt(n_embd / n_head), '
+            raise ValueError('tra_threshold must be at least 0 and below sqrt(n_embd / n_head), '
                              f'the largest score, not {self.tra_threshold}')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
