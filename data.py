@@ -259,14 +259,18 @@ def flipflop(rng, n, lo, length, split, p_ignore, **_):
 
 SYMBOLS = string.ascii_letters + ''.join(map(chr, range(0x4e00, 0x9fa6)))   # past Z: Chinese
 
-def draw(rng, n, lo, hi, n_symbols, repeats):
-    """Symbols (n, hi), how many of them each row uses (n,), and the separator, a part for pack."""
+def draw(rng, n, lo, hi, n_symbols, repeats, vary=False):
+    """
+    Symbols (n, hi), how many of them each row uses (n,), and the separator, a part for pack. vary:
+    a row has an alphabet of its own, 2 symbols to all, so that most of its symbols come often.
+    """
     check(repeats or hi <= n_symbols,
           f'repeats=False needs n_symbols, now {n_symbols}, to be at least the length {hi}')
     if repeats:
-        x = rng.integers(0, n_symbols, (n, hi))
-    else:
-        x = rng.permuted(np.tile(np.arange(n_symbols), (n, 1)), axis=1)[:, :hi]
+        x = rng.integers(0, rng.integers(2, n_symbols + 1, (n, 1)) if vary else n_symbols, (n, hi))
+    if vary or not repeats:
+        order = rng.permuted(np.tile(np.arange(n_symbols), (n, 1)), axis=1)
+        x = np.take_along_axis(order, x, axis=1) if repeats else order[:, :hi]
     return x, rng.integers(lo, hi + 1, n), (np.full((n, 1), n_symbols), 1, False)
 
 def pack(parts, pad):
@@ -286,17 +290,17 @@ def pack(parts, pad):
         end = end + used
     return idx, targets
 
-def copy(rng, n, lo, hi, n_symbols, repeats, **_):
+def copy(rng, n, lo, hi, n_symbols, repeats, vary_alphabet, **_):
     """
     Symbols, separator, the same symbols again.
 
         tokens   a b c | a b c
         targets  - - - a b c -
     """
-    x, size, sep = draw(rng, n, lo, hi, n_symbols, repeats)
+    x, size, sep = draw(rng, n, lo, hi, n_symbols, repeats, vary_alphabet)
     return pack([(x, size, False), sep, (x, size, True)], pad=n_symbols + 1)
 
-def induct(rng, n, lo, hi, n_symbols, repeats, n_queries, **_):
+def induct(rng, n, lo, hi, n_symbols, repeats, vary_alphabet, n_queries, **_):
     """
     Symbols, separator, then a key: which symbol followed it? If the key stands there more than
     once, its latest place counts (b is followed by d here). n_queries asks as many keys in a row,
@@ -308,7 +312,7 @@ def induct(rng, n, lo, hi, n_symbols, repeats, n_queries, **_):
     The last symbol has no successor, so it is never a key; the first symbol differs from it, so
     there always is a key.
     """
-    x, size, sep = draw(rng, n, lo, hi, n_symbols, repeats)
+    x, size, sep = draw(rng, n, lo, hi, n_symbols, repeats, vary_alphabet)
     last = x[np.arange(n), size - 1]
     if repeats:
         x[:, 0] = (last + rng.integers(1, n_symbols, n)) % n_symbols
@@ -328,7 +332,7 @@ INSTRUCTIONS = '=<^$#%'         # token ids S+2 to S+7, and what they ask for:
 KINDS = ('copy', 'reverse', 'first', 'last', 'count', 'parity')
 ANSWERS = '+01.'                # tick, even, odd, end: token ids S+8 to S+11
 
-def instruct(rng, n, lo, hi, n_symbols, repeats, split, **_):
+def instruct(rng, n, lo, hi, n_symbols, repeats, vary_alphabet, split, **_):
     """
     An instruction, symbols, separator, what the instruction asks for, and an end token:
 
@@ -342,7 +346,7 @@ def instruct(rng, n, lo, hi, n_symbols, repeats, split, **_):
     """
     first_mark = n_symbols + 2
     tick, even, end = (first_mark + (INSTRUCTIONS + ANSWERS).index(c) for c in '+0.')
-    x, used, sep = draw(rng, n, lo, hi, n_symbols, repeats)
+    x, used, sep = draw(rng, n, lo, hi, n_symbols, repeats, vary_alphabet)
     size = used[:, None]                                                    # (n, 1) to meet x
     kind = (np.full((n, 1), KINDS.index(split)) if split in KINDS else
             rng.integers(0, len(KINDS), (n, 1)))
@@ -391,8 +395,8 @@ TASKS = {
 assert len({task.number for task in TASKS.values()}) == len(TASKS), 'a task needs its own number'
 TRAIN, EVAL = 0, 1      # first number of every key: no evaluation set is ever trained on
 
-def make_task(name, train_length, *, p_ignore=0.8, n_symbols=26, repeats=True, n_queries=1,
-              data_dir='data', dataset='wikitext103', tokenizer='gpt2'):
+def make_task(name, train_length, *, p_ignore=0.8, n_symbols=26, repeats=True, vary_alphabet=False,
+              n_queries=1, data_dir='data', dataset='wikitext103', tokenizer='gpt2'):
     """
     train_length is tokens per sequence for flipflop, the window for wikitext, and the largest
     number of symbols for the others. Those are tested in buckets as wide as the training range:
@@ -403,6 +407,7 @@ def make_task(name, train_length, *, p_ignore=0.8, n_symbols=26, repeats=True, n
     check(0 <= p_ignore <= 1, f'p_ignore {p_ignore} is a probability: choose it between 0 and 1')
     check(2 <= n_symbols <= len(SYMBOLS),
           f'n_symbols {n_symbols} must be between 2 and {len(SYMBOLS)}')
+    check(repeats or not vary_alphabet, 'vary_alphabet=True goes with repeats=True only')
     check(n_queries >= 1, f'n_queries {n_queries} must be at least 1')
     task = (WikiText if name == 'wikitext' else Source)(name, train_length, settings)
     task.batch(seed=0, step=0, batch_size=1)    # a length that cannot be fails here, not later
@@ -425,8 +430,10 @@ class Source:
         at_least = max(1, self.fewest)
         check(length >= at_least, f'{self.name} length {length} must be at least {at_least}')
         lo = length - self.train_length + 1 if length > self.train_length else 0
+        settings = self.settings | {'split': split}
+        settings['vary_alphabet'] &= split == 'train'       # tests have the whole alphabet
         return self.generate(np.random.default_rng(key), n, max(lo, self.fewest), length,
-                             split=split, **self.settings)
+                             **settings)
 
     def batch(self, seed, step, batch_size):
         key = [TRAIN, self.number, seed, step]
@@ -673,7 +680,7 @@ def main():
     add('--seed', type=int, default=0, help='of train; of other splits 0 is the set of eval.py')
     add('--json', action='store_true', help='one JSON object a line, with tokens and targets')
     for key, default in make_task.__kwdefaults__.items():
-        kind = boolean if default is True else type(default)
+        kind = boolean if isinstance(default, bool) else type(default)
         add(f'--{key}', type=kind, default=default, help='as in train.py')
     args = parser.parse_args()
     if args.command in SOURCES:

@@ -73,6 +73,7 @@ train_length = 512          # flipflop: tokens; wikitext: window; the others: mo
 p_ignore = 0.8              # flipflop: how often to ignore
 n_symbols = 26              # copy, induct, instruct: size of the alphabet
 repeats = True              # copy, induct, instruct: may a symbol come twice
+vary_alphabet = False       # copy, induct, instruct: train on parts of it, 2 symbols to all
 n_queries = 1               # induct: keys asked for in a sequence
 dataset = 'wikitext103'     # wikitext: wikitext103 or wikitext2
 tokenizer = 'gpt2'          # wikitext: gpt2 or bytes
