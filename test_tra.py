@@ -535,26 +535,29 @@ def test_initialisation_and_sizes():
     biases = {n.split('.', 2)[-1] for n, _ in model.named_parameters() if n.endswith('bias')}
     assert biases == {'attn.proj.bias', 'attn.gate.bias', 'mlp.up.bias', 'mlp.down.bias'}
 
-@pytest.mark.parametrize('keep_at_start, width', ((False, 128), (True, 64), (True, 512)))
-def test_every_key_is_kept_at_the_start(keep_at_start, width, monkeypatch):
+@pytest.mark.parametrize('keep_at_start, width, threshold', (
+    (False, 128, 0), (True, 64, 0), (True, 512, 0), (True, 128, 2), (True, 256, 4)))
+def test_every_key_is_kept_at_the_start(keep_at_start, width, threshold, monkeypatch):
     """
     A plain start keeps half of the keys, by chance. keep_at_start keeps all but a few, in every
     layer and at any width, and spreads the gates over the layers.
     """
     seen = []
 
-    def spy(q, k, v, log_gate, *more, dropout):
-        T = q.size(2)
-        keep = (q @ k.mT > 0).tril()
+    def spy(q, k, v, log_gate, least, *more, dropout):
+        T, scores = q.size(2), q @ k.mT / math.sqrt(q.size(3))
+        keep = (scores > least).tril()
         share = keep.sum() / (q.size(0) * q.size(1) * T * (T + 1) / 2)
         seen.append((float(share), float(log_gate.exp().mean())))
+        middle = (least + math.sqrt(q.size(3))) / 2 if keep_at_start else 0
+        assert abs(scores.mean() - middle) < 0.5
         return tra_dense(q, k, v, log_gate)
 
     monkeypatch.setitem(tra.ATTENTIONS, 'tra', spy)
     for seed in range(3):
         torch.manual_seed(seed)
         config = Config(vocab_size=50, n_layer=3, n_head=width // 64, n_embd=width,
-                        keep_at_start=keep_at_start)
+                        keep_at_start=keep_at_start, tra_threshold=threshold)
         with torch.no_grad():
             Decoder(config).eval()(torch.randint(50, (8, 40)))
     shares, gates = zip(*seen)
@@ -650,11 +653,13 @@ def test_a_model_can_be_compiled(compiling):
 
 def test_settings_of_the_threshold_reach_the_formula():
     x = noise(torch.zeros(1, 20, 16, dtype=torch.float64))
-    for options, threshold in (({}, 0.0), ({'tra_threshold': 0.7}, 0.7),
-                               ({'tra_threshold': 0.7, 'tra_sparsity': False}, -math.inf)):
-        attn = small(**options).double().blocks[0].attn
-        out = tra_dense(*attn.project(x)[:4], threshold=threshold)
-        close(attn(x), attn.proj(out.transpose(1, 2).flatten(2)), 1e-12)
+    for options, thresholds in (({}, [0] * 3), ({'tra_threshold': 0.7}, [0, 0.35, 0.7]),
+                                ({'tra_threshold': 0.7, 'n_layer': 1}, [0]),
+                                ({'tra_threshold': 0.7, 'tra_sparsity': False}, [-math.inf] * 3)):
+        model = small(**{'n_layer': 3, **options}).double()
+        for block, threshold in zip(model.blocks, thresholds, strict=True):
+            out = tra_dense(*block.attn.project(x)[:4], threshold=threshold)
+            close(block.attn(x), block.attn.proj(out.transpose(1, 2).flatten(2)), 1e-12)
 
 def test_bad_configs():
     for options, words in ((dict(attn='rpoe'), ['rpoe', 'rope', 'tra']),
@@ -995,7 +1000,8 @@ def solve(name, text):
 @pytest.mark.parametrize('name, options', [
     ('copy', {}), ('copy', dict(repeats=False)), ('induct', {}),
     ('induct', dict(repeats=False, n_queries=3)), ('induct', dict(n_symbols=2, n_queries=4)),
-    ('instruct', {}), ('instruct', dict(n_symbols=100, repeats=False))])
+    ('instruct', {}), ('instruct', dict(n_symbols=100, repeats=False)),
+    *((name, dict(vary_alphabet=True)) for name in ('copy', 'induct', 'instruct'))])
 def test_answers_lengths_and_buckets(name, options):
     task = make_task(name, 10, **options)
     fewest = {'copy': 1, 'induct': 2, 'instruct': 0}[name]
@@ -1023,6 +1029,17 @@ def test_answers_lengths_and_buckets(name, options):
         assert sum(counts) == 2000 and all(abs(c - expected) < 5 * expected ** 0.5 for c in counts)
         if name == 'instruct':
             assert all(abs(kinds.count(k) - 2000 / 6) < 100 for k in '=<^$#%')
+
+
+def test_alphabets_vary_in_training_alone():
+    """sizes from 2 to all, each as often as the next, and every symbol as often as the next"""
+    task, plain = (make_task('copy', 1000, n_symbols=6, vary_alphabet=x) for x in (True, False))
+    rows = [task.decode(row).split('|')[0] for row in task.batch(0, 0, 2000)[0]]
+    sizes = [len(set(x)) for x in rows if len(x) > 100]         # so long a row has all it may have
+    assert all(abs(sizes.count(n) / len(sizes) - 1 / 5) < 0.04 for n in range(2, 7))
+    assert all(abs(''.join(rows).count(c) / len(''.join(rows)) - 1 / 6) < 0.02 for c in 'abcdef')
+    tests = [evaluation_set(x, 'val', 2000, 5) for x in (task, plain)]
+    assert np.array_equal(*tests)
 
 
 def test_instruct_has_a_split_for_each_instruction():
@@ -1113,6 +1130,7 @@ def test_decode_and_encode(name):
     (('copy', 27), dict(repeats=False), 'n_symbols, now 26'),
     (('copy', 5), dict(n_symbols=1), 'n_symbols 1'),
     (('induct', 5), dict(n_queries=0), 'n_queries 0'),
+    (('copy', 5), dict(repeats=False, vary_alphabet=True), 'vary_alphabet=True'),
     (('wikitext', 5), dict(dataset='wiki'), "'wiki'"),
     (('wikitext', 5), dict(tokenizer='bpe'), "'bpe'"),
     (('flipflop', 8), dict(split='spars'), "'spars'"),

@@ -50,7 +50,8 @@ class Config:
     mlp_ratio: int = 2             # hidden size of the MLP, in multiples of n_embd
     dropout: float = 0.01          # on attention weights and on the MLP's hidden layer
     attn: str = 'tra'              # tra, rope, nope, alibi, nape, cope, fot or stick
-    tra_threshold: float = 0.0     # a key is kept if its score is above it; the paper's is 0
+    tra_threshold: float = 0.0     # what a kept key's score is above: in the last layer, rising to
+                                   # it from 0 in the first; the paper's is 0 in all
     tra_sparsity: bool = True      # False: ablation, every key is kept; distance is i - j + 1
     tra_distance: bool = True      # False: ablation, keys are dropped, without a distance term
     rope_theta: float = 500_000.0  # base of the rotary angles
@@ -122,9 +123,10 @@ def tra_dense(q, k, v, log_gate, threshold=0.0, distance=True, dropped=1.0):
 class Attention(nn.Module):
     """`project` makes q, k, v and the like, `attend` weighs and sums: one of ATTENTIONS."""
 
-    def __init__(self, config):
+    def __init__(self, config, depth):
         super().__init__()
-        self.config = config
+        self.config, self.depth = config, depth                 # 0 the first layer, 1 the last
+        self.threshold = config.tra_threshold * depth if config.tra_sparsity else -math.inf
         C, H = config.n_embd, config.n_head
         self.qkv = nn.Linear(C, 3 * C, bias=config.pre_norm and config.keep_at_start)
         self.proj = nn.Linear(C, C)
@@ -152,8 +154,7 @@ class Attention(nn.Module):
             return q, *keys, self.table
         if config.attn == 'tra':
             bound = 1.01 * math.sqrt(q.size(-1))    # tra_blockwise asks: no score is larger
-            threshold = config.tra_threshold if config.tra_sparsity else -math.inf
-            return q, *keys, log_gate, threshold, config.tra_distance, bound
+            return q, *keys, log_gate, self.threshold, config.tra_distance, bound
         return q, *keys
 
     def attend(self, q, k, v, *rest):
@@ -180,11 +181,11 @@ class MLP(nn.Module):
         return self.down(self.dropout(linear * F.silu(gate)))
 
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, depth):
         super().__init__()
         self.pre_norm = config.pre_norm
         self.norm1 = nn.RMSNorm(config.n_embd, eps=1e-6)
-        self.attn = Attention(config)
+        self.attn = Attention(config, depth)
         self.norm2 = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.mlp = MLP(config)
 
@@ -201,7 +202,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, n / max(1, config.n_layer - 1))
+                                    for n in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.pre_norm:
@@ -226,16 +228,19 @@ class Decoder(nn.Module):
         """
         A plain start drops half of all pairs by chance, and a dropped pair gets no gradient. Nor do
         the others bring it back: the gradients of a row's scores sum to 0, so nothing lifts all
-        scores of a head together. So q and k start with a common bias, as large as what the weights
-        add to it: nearly all scores are above 0, and training decides what to drop. The gates start
-        small in the first layer, for neighbours, and near 1 in the last, for keys far away.
+        scores of a head together. So q and k start with a common bias b, and training decides what
+        to drop. The weights add components of 0.02 sqrt(C), so the mean score is sqrt(D) b^2 / (b^2
+        + 0.02^2 C): b puts it half-way from the threshold to sqrt(D). The gates start small in the
+        first layer, for neighbours, and near 1 in the last, for keys far away.
         """
-        for n, block in enumerate(self.blocks):
+        C, H = self.config.n_embd, self.config.n_head
+        for block in self.blocks:
+            cosine = max(0, block.attn.threshold) / math.sqrt(C // H)   # that the threshold asks
             q, k, v = block.attn.qkv.bias.chunk(3)
-            q += 0.02 * math.sqrt(self.config.n_embd)
-            k += 0.02 * math.sqrt(self.config.n_embd)
-            if self.config.attn in ('tra', 'fot'):                      # e^g from 0.12 to 0.98
-                block.attn.gate.bias += -2 + 6 * n / max(1, self.config.n_layer - 1)
+            q += 0.02 * math.sqrt(C * (1 + cosine) / (1 - cosine))
+            k += 0.02 * math.sqrt(C * (1 + cosine) / (1 - cosine))
+            if self.config.attn in ('tra', 'fot'):
+                block.attn.gate.bias += -2 + 6 * block.attn.depth       # e^g from 0.12 to 0.98
 
     def trunk(self, idx, cache=None):
         """(B, T) -> (B, T, C): everything but the head. With a cache, idx continues it."""
