@@ -536,7 +536,7 @@ def test_initialisation_and_sizes():
     assert biases == {'attn.proj.bias', 'attn.gate.bias', 'mlp.up.bias', 'mlp.down.bias'}
 
 @pytest.mark.parametrize('keep_at_start, width, threshold', (
-    (False, 128, 0), (True, 64, 0), (True, 512, 0), (True, 128, 2), (True, 256, 4)))
+    (False, 128, 0), (True, 64, 0), (True, 512, 0), (True, 128, 0.25), (True, 256, 0.5)))
 def test_every_key_is_kept_at_the_start(keep_at_start, width, threshold, monkeypatch):
     """
     A plain start keeps half of the keys, by chance. keep_at_start keeps all but a few, in every
@@ -653,9 +653,11 @@ def test_a_model_can_be_compiled(compiling):
 
 def test_settings_of_the_threshold_reach_the_formula():
     x = noise(torch.zeros(1, 20, 16, dtype=torch.float64))
-    for options, thresholds in (({}, [0] * 3), ({'tra_threshold': 0.7}, [0, 0.35, 0.7]),
-                                ({'tra_threshold': 0.7, 'n_layer': 1}, [0]),
-                                ({'tra_threshold': 0.7, 'tra_sparsity': False}, [-math.inf] * 3)):
+    root = math.sqrt(8)
+    for options, thresholds in (({}, [0] * 3),
+                                ({'tra_threshold': 0.3}, [0, 0.15 * root, 0.3 * root]),
+                                ({'tra_threshold': 0.3, 'n_layer': 1}, [0]),
+                                ({'tra_threshold': 0.3, 'tra_sparsity': False}, [-math.inf] * 3)):
         model = small(**{'n_layer': 3, **options}).double()
         for block, threshold in zip(model.blocks, thresholds, strict=True):
             out = tra_dense(*block.attn.project(x)[:4], threshold=threshold)
@@ -665,7 +667,7 @@ def test_bad_configs():
     for options, words in ((dict(attn='rpoe'), ['rpoe', 'rope', 'tra']),
                            (dict(n_embd=10, n_head=4), ['10', '4']),
                            (dict(n_embd=12, n_head=4, attn='rope'), ['even', '3']),
-                           (dict(tra_threshold=8.0), ['tra_threshold', '8.0']),
+                           (dict(tra_threshold=1.0), ['tra_threshold', '1.0']),
                            (dict(tra_threshold=math.nan), ['tra_threshold', 'nan']),
                            (dict(dropout=1.0), ['dropout', '1.0']),
                            (dict(n_layer=0), ['n_layer', '0'])):

@@ -50,8 +50,8 @@ class Config:
     mlp_ratio: int = 2             # hidden size of the MLP, in multiples of n_embd
     dropout: float = 0.01          # on attention weights and on the MLP's hidden layer
     attn: str = 'tra'              # tra, rope, nope, alibi, nape, cope, fot or stick
-    tra_threshold: float = 0.0     # what a kept key's score is above: in the last layer, rising to
-                                   # it from 0 in the first; the paper's is 0 in all
+    tra_threshold: float = 0.0     # a key is kept if its cosine with the query, s / sqrt(D), is
+                                   # above it: in the last layer, rising from 0 in the first
     tra_sparsity: bool = True      # False: ablation, every key is kept; distance is i - j + 1
     tra_distance: bool = True      # False: ablation, keys are dropped, without a distance term
     rope_theta: float = 500_000.0  # base of the rotary angles
@@ -70,11 +70,9 @@ class Config:
             raise ValueError(f'n_embd ({self.n_embd}) must be divisible by n_head ({self.n_head})')
         if self.attn == 'rope' and D % 2:
             raise ValueError(f'rope rotates pairs: n_embd / n_head must be even, not {D}')
-        if not 0 <= self.tra_threshold < math.sqrt(D):
-            raise ValueError('tra_threshold must be at least 0 and below sqrt(n_embd / n_head), '
-                             f'the largest score, not {self.tra_threshold}')
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout must be in [0, 1), not {self.dropout}')
+        for name in ('tra_threshold', 'dropout'):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f'{name} must be in [0, 1), not {getattr(self, name)}')
 
 def widen(x):
     """16 bits to float32: bfloat16 cannot count past 256"""
@@ -126,8 +124,10 @@ class Attention(nn.Module):
     def __init__(self, config, depth):
         super().__init__()
         self.config, self.depth = config, depth                 # 0 the first layer, 1 the last
-        self.threshold = config.tra_threshold * depth if config.tra_sparsity else -math.inf
         C, H = config.n_embd, config.n_head
+        self.threshold = config.tra_threshold * depth * math.sqrt(C // H)   # the paper's is 0
+        if not config.tra_sparsity:
+            self.threshold = -math.inf
         self.qkv = nn.Linear(C, 3 * C, bias=config.pre_norm and config.keep_at_start)
         self.proj = nn.Linear(C, C)
         if config.attn in ('tra', 'fot'):
@@ -233,12 +233,12 @@ class Decoder(nn.Module):
         + 0.02^2 C): b puts it half-way from the threshold to sqrt(D). The gates start small in the
         first layer, for neighbours, and near 1 in the last, for keys far away.
         """
-        C, H = self.config.n_embd, self.config.n_head
         for block in self.blocks:
-            cosine = max(0, block.attn.threshold) / math.sqrt(C // H)   # that the threshold asks
+            cosine = self.config.tra_threshold * block.attn.depth
+            b = 0.02 * math.sqrt(self.config.n_embd * (1 + cosine) / (1 - cosine))
             q, k, v = block.attn.qkv.bias.chunk(3)
-            q += 0.02 * math.sqrt(C * (1 + cosine) / (1 - cosine))
-            k += 0.02 * math.sqrt(C * (1 + cosine) / (1 - cosine))
+            q += b
+            k += b
             if self.config.attn in ('tra', 'fot'):
                 block.attn.gate.bias += -2 + 6 * block.attn.depth       # e^g from 0.12 to 0.98
 
