@@ -26,7 +26,7 @@ add() {                                 # add CONFIG SEED "NAME ..." [FLAG ...]:
     case $name in
       nosparsity) flag=--tra_sparsity=False ;;
       nodistance) flag=--tra_distance=False ;;
-      above) flag=--tra_threshold=2 ;;
+      above) flag=--tra_threshold=0.5 ;;
       *) flag=--attn=$name ;;
     esac
     job "$1-$name-$2" "$1" --seed=$2 $flag ${@:4}
@@ -109,8 +109,8 @@ symbols() {                             # symbols TASK [FLAG ...]: the paper's m
 copy() {
   symbols copy --n=200
   job copy_long-tra-10 copy_paper_cpu --seed=10 --max_iters=6000 --eval_interval=1000
-  job copy_long-above-10 copy_paper_cpu --seed=10 --max_iters=4000 --eval_interval=1000 \
-    --tra_threshold=2
+  job copy_long-above-10 copy_paper_cpu --seed=10 --max_iters=5000 --eval_interval=1000 \
+    --tra_threshold=0.5 --vary_alphabet=True
   train
   table copy_long out/copy_long-{tra,above}-10 --n=200
 }
@@ -131,9 +131,9 @@ why() {                                 # where the mistakes on copy and induct 
 
 wikitext() {
   "$PYTHON" data.py wikitext2 --tokenizer=bytes
-  add wikitext_cpu 0 "tra $others"
+  add wikitext_cpu 0 "tra above $others"
   train
-  table wikitext $(runs wikitext_cpu 0 "tra $others") --n=65536
+  table wikitext $(runs wikitext_cpu 0 "tra above $others") --n=65536
   picture wikitext results/wikitext.json
 }
 

@@ -10,7 +10,6 @@ LAYER and THRESHOLD all of it again, with that layer keeping only scores above t
 One JSON object, as in results/why.json.
 """
 import json
-import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -39,23 +38,10 @@ def reasons(task, tokens, position):
     back = 2 ** int(np.log2(len(source) - places[-1]))
     return [('answer back', f'{back} to {2 * back - 1}'), ('key occurs', min(len(places), 9))]
 
-def raise_threshold(attn, threshold):
-    """
-    A coordinate more takes the threshold off every score of the layer. What is then above 0 was
-    above it, and a softmax does not mind that all its scores shift.
-    """
-    project = attn.project
-    def shifted(x, cache=None):
-        q, k, *rest = project(x, cache)
-        D = q.size(-1)
-        root = torch.full((*q.shape[:3], 1), math.sqrt(threshold * math.sqrt(D + 1)))
-        return torch.cat([q * math.sqrt((D + 1) / D), root], -1), torch.cat([k, -root], -1), *rest
-    attn.project = shifted
-
 run, length, n, layer, threshold = [*sys.argv[1:], *['300', '100', '1', '0'][len(sys.argv) - 2:]]
 result, model, task = load_run(run)
 if float(threshold):
-    raise_threshold(model.blocks[int(layer) - 1].attn, float(threshold))
+    model.blocks[int(layer) - 1].attn.threshold = float(threshold)
 seen, wrong, right, kept = Counter(), Counter(), 0, []
 with torch.no_grad():
     for idx, targets in task.eval_batches('val', int(length), int(n), batch_tokens=2 ** 14):
