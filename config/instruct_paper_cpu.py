@@ -2,8 +2,8 @@
 #
 #     python train.py config/instruct_paper_cpu.py
 #
-# Not run with these settings yet. With 500 steps of 64 at 1e-3, seed 100, exact match: first 0.92,
-# last 1.00 at 0-50 symbols, 0.63, 0.95 at 451-500; copy, reverse, count, parity not learned.
+# On one core of an AMD EPYC, the other busy too: 12 minutes. Exact match at 0-50 symbols, seed 10:
+# copy 0.80, reverse 0.45, first, last, count 1.00; at 451-500 first 0.95, last 1.00, the others 0.
 
 task = 'instruct'
 train_length = 50

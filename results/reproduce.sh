@@ -124,7 +124,8 @@ instruct() {
 }
 
 why() {                                 # where the mistakes on copy and induct are
-  for run in copy_paper_cpu-{tra,fot}-10 {copy_long,induct_paper_cpu}-tra-10{,' 300 100 3 1'}; do
+  for run in copy_paper_cpu-{tra,fot,above}-10 {copy_long,induct_paper_cpu}-tra-10{,' 300 100 3 1'} \
+             copy_long-above-10; do
     "$PYTHON" results/why.py out/$run
   done | sed '1s/^/{"runs": [\n/; $!s/$/,/; $s/$/\n]}/' > results/why.json
 }
