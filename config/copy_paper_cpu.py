@@ -3,7 +3,7 @@
 #     python train.py config/copy_paper_cpu.py
 #
 # On one core of an AMD EPYC, the other busy too: 13 minutes. Exact match at 1-50, 101-150, 251-300
-# symbols, seeds 10, 11: 0.97, 0.87, 0.21 (fot: 0.98, 0.70, 0); tra_threshold=0.5: 0.97, 0.85, 0.48
+# symbols, seeds 10, 11: 0.97, 0.87, 0.21 (fot: 0.98, 0.70, 0).
 
 task = 'copy'
 train_length = 50
