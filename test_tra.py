@@ -2442,7 +2442,7 @@ def test_tables_are_those_of_the_results(command, monkeypatch):
     found = [x for page in (README, RESULTS) for x in re.findall(
         r'<!-- ((?:results/[\w.]+ ?)+)([^:>]*): ([^>]*) -->\n+(?:```\n)?((?:\|.*\n)+)', page)]
     tables = [x for page in (README, RESULTS) for x in re.findall(r'(?m)(?:^\|.*\n)+', page)]
-    assert {x[3] for x in found} == {x for x in tables if not x.startswith('| start')}
+    assert {x[3] for x in found} == {x for x in tables if not x.startswith(('| start', '| rate'))}
     for paths, flags, title, table in found:
         result = json.loads(Path(paths.split()[0]).read_text())
         if 'kernel' in result:
@@ -2467,6 +2467,21 @@ def test_table_of_starts():
                       for run in runs if (run['start'], run['config'], run['changed']) ==
                       (start, f'{task}_cpu', {'max_iters': steps})]
             assert cell == (', '.join(f'{x:.2f}' for x in values) or '-'), (start, task)
+
+def test_table_of_rates():
+    """a cell has the exact match at the training length"""
+    runs = json.loads((ROOT / 'results/start.json').read_text())['scratch']
+    found = {}
+    for run in runs:
+        changed = {'learning_rate': 4e-4, 'attn': 'tra', **run['changed']}
+        if (run['config'], run['seed']) == ('induct_paper_cpu', 100) and set(changed) == {
+                'max_iters', 'learning_rate', 'attn'} and changed['max_iters'] == 1000 and (
+                run['start'] == 'bias 0.02 sqrt(C) + gates by layer'):
+            rate = f'{changed["learning_rate"]:.0e}'.replace('e-0', 'e-')
+            found[rate, changed['attn']] = f'{run["exact_match"]["val@1"]:.2f}'
+    head, rows = re.search(r'(\| rate .*\n)\|-.*\n((?:\|.*\n)+)', RESULTS).groups()
+    head, *rows = ([x.strip() for x in line.split('|')[1:-1]] for line in (head + rows).splitlines())
+    assert {(row[0], attn): cell for row in rows for attn, cell in zip(head[1:], row[1:])} == found
 
 def test_numbers_in_prose_stand_in_a_table():
     """Shares, ratios and bits: in a table of the pages, or in bench, why or start.json."""

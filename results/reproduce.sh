@@ -2,8 +2,8 @@
 # Makes the tables and pictures of README.md and results/README.md again, from training on:
 #
 #     bash results/reproduce.sh demo          TRA's line in the first picture: minutes
-#     bash results/reproduce.sh flipflop      or lengths, seeds, copy, induct, instruct, why,
-#                                             wikitext, bench, all
+#     bash results/reproduce.sh flipflop      or lengths, seeds, rates, copy, induct, instruct,
+#                                             why, wikitext, bench, all
 #
 # Runs stay in out/, each with a log beside it; tables go to results/, pictures to assets/. Started
 # again, it skips the runs that are complete and resumes the others. A run has one thread, and two
@@ -98,11 +98,12 @@ flipflop() {
 }
 
 symbols() {                             # symbols TASK [FLAG ...]: the paper's model and lengths
-  local two='tra above fot' one='rope nape cope nosparsity nodistance'
+  local two='tra above fot' one='rope nosparsity nodistance' slow='nape cope'
   add "$1_paper_cpu" 10 "$two $one"
+  add "$1_paper_cpu" 10 "$slow" --learning_rate=2e-4        # the best of `rates`
   add "$1_paper_cpu" 11 "$two"
   train
-  table "$1" $(runs "$1_paper_cpu" 10 "$two $one") $(runs "$1_paper_cpu" 11 "$two") "${@:2}"
+  table "$1" $(runs "$1_paper_cpu" 10 "$two $one $slow") $(runs "$1_paper_cpu" 11 "$two") "${@:2}"
   picture "$1" "results/$1.json" --split=val
 }
 
@@ -121,6 +122,16 @@ induct() {
 
 instruct() {
   symbols instruct --lengths=1x,2x,6x,10x --n=60
+}
+
+rates() {                               # the learning rates tried, in results/start.json
+  for rate in 1e-3 4e-4 2e-4; do
+    for name in tra fot rope nape cope; do
+      job "rate-$name-$rate" induct_paper_cpu --attn=$name --seed=100 --max_iters=1000 \
+        --eval_interval=1000 --learning_rate=$rate
+    done
+  done
+  train
 }
 
 why() {                                 # where the mistakes on copy and induct are
@@ -146,7 +157,7 @@ all() {
   for part in $parts; do "$part"; done
 }
 
-parts='demo lengths seeds flipflop copy induct instruct why wikitext bench'
+parts='demo lengths seeds flipflop rates copy induct instruct why wikitext bench'
 case " run all $parts " in
   *" ${1:-help} "*) "$@" ;;
   *) sed -n '2,10s/^# \{0,1\}//p' "$0" ;;
