@@ -98,12 +98,12 @@ flipflop() {
 }
 
 symbols() {                             # symbols TASK [FLAG ...]: the paper's model and lengths
-  local two='tra above fot' one='rope nosparsity nodistance' slow='nape cope'
+  local two='tra above fot' one='rope nape nosparsity nodistance'
   add "$1_paper_cpu" 10 "$two $one"
-  add "$1_paper_cpu" 10 "$slow" --learning_rate=2e-4        # the best of `rates`
+  add "$1_paper_cpu" 10 cope --learning_rate=2e-4           # the best of `rates`
   add "$1_paper_cpu" 11 "$two"
   train
-  table "$1" $(runs "$1_paper_cpu" 10 "$two $one $slow") $(runs "$1_paper_cpu" 11 "$two") "${@:2}"
+  table "$1" $(runs "$1_paper_cpu" 10 "$two $one cope") $(runs "$1_paper_cpu" 11 "$two") "${@:2}"
   picture "$1" "results/$1.json" --split=val
 }
 
