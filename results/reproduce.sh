@@ -98,7 +98,7 @@ flipflop() {
 }
 
 symbols() {                             # symbols TASK [FLAG ...]: the paper's model and lengths
-  local two='tra above fot' one='rope nape nosparsity nodistance'
+  local two='tra above fot' one='rope nape stick nosparsity nodistance'
   add "$1_paper_cpu" 10 "$two $one"
   add "$1_paper_cpu" 10 cope --learning_rate=2e-4           # the best of `rates`
   add "$1_paper_cpu" 11 "$two"
