@@ -25,6 +25,7 @@ depend on (seed, step) alone; evaluation sets are fixed, whatever the settings o
 import argparse
 import atexit
 import ctypes
+import difflib
 import hashlib
 import io
 import json
@@ -155,7 +156,12 @@ def read_checkpoint(path):
     and plain values are read: other pickled objects could run code as they are loaded.
     """
     import torch
-    check(Path(path).is_file(), f'{path} is missing')
+    run = Path(path).parent
+    if not Path(path).is_file():
+        runs = [other.parent.name for other in run.parent.glob(f'*/{Path(path).name}')]
+        near = difflib.get_close_matches(run.name, runs, 1)
+        raise ValueError(f'{path} is missing' + ''.join(f', did you mean {run.with_name(x)}?'
+                                                        for x in near))
     try:
         with warnings.catch_warnings(action='ignore'):
             checkpoint = torch.load(path, map_location='cpu', weights_only=True)

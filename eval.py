@@ -437,8 +437,8 @@ def plot_attention(panels, wide, title, path):
         image[:, :T][~past] = 1                             # the future is blank
         write = partial(ax.text, ha='center', va='center', fontsize=8 if T > 9 else 11)
         if 'keep' in parts:
-            ax.text(T, T / 16, f'keeps {keep.sum() / past.sum():.0%}', ha='right', va='top',
-                    color='#777777')
+            ax.text(T, T / 16, f'keeps {keep.sum() / past.sum():.0%} of the keys', ha='right',
+                    va='top', color='#777777')
             notes += ['grey: dropped'] + ['1/4: the 1st kept key, and 4th of all, back'] * small
             for i, j in np.argwhere(keep & small):
                 write(j + 0.5, i + 0.52, f"{parts['count'][i, j]:.0f}/{i - j + 1}",
@@ -446,7 +446,7 @@ def plot_attention(panels, wide, title, path):
         if 'gate' in parts:
             image[:, T + 1] = oranges(parts['gate'])
             ax.text(T + 1.5, -0.2, 'gate', ha='center', color='#b06f00')
-            notes.append('gate: what is left of a weight for each kept key further back')
+            notes.append('gate: factor on a weight for each kept key further back')
             for i, gate in enumerate(parts['gate'][:most * small]):
                 write(T + 1.5, i + 0.52, f'{gate:.2f}')
         ax.spines[:].set_visible(False)

@@ -2374,6 +2374,14 @@ def test_bad_flag(tmp_path, monkeypatch, args, complaint):
     refused(train(*re.sub(r'[A-Z_]+=\d', '', args).split()), complaint)
     assert not Path('out').exists()
 
+def test_a_run_that_is_missing_has_a_neighbour(tmp_path):
+    (tmp_path / 'copy-tra-0-n_embd=64').mkdir()
+    (tmp_path / 'copy-tra-0-n_embd=64' / 'last.pt').touch()
+    with pytest.raises(ValueError, match='tra-0/last.pt is missing, did you mean .*-n_embd=64.$'):
+        data.read_checkpoint(tmp_path / 'copy-tra-0' / 'last.pt')
+    with pytest.raises(ValueError, match='is missing$'):
+        data.read_checkpoint(tmp_path / 'nowhere' / 'x' / 'last.pt')
+
 def test_bad_checkpoints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny('run', max_iters=3)
