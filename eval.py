@@ -381,6 +381,7 @@ def plot_lengths(settings, path):
                         fontweight='bold')
     else:
         columns = max(1, min(4, len(lines), 96 // (8 + max(map(len, lines)))))
+        fig.set_figheight(fig.get_figheight() + len(lines) / columns / 4)
         fig.legend(lines.values(), lines, loc='outside lower center', ncols=columns)
     fig.savefig(path, bbox_inches='tight', pad_inches=0.15)
     plt.close(fig)
