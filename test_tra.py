@@ -2488,7 +2488,8 @@ def test_table_of_rates():
             rate = f'{changed["learning_rate"]:.0e}'.replace('e-0', 'e-')
             found[rate, changed['attn']] = f'{run["exact_match"]["val@1"]:.2f}'
     head, rows = re.search(r'(\| rate .*\n)\|-.*\n((?:\|.*\n)+)', RESULTS).groups()
-    head, *rows = ([x.strip() for x in line.split('|')[1:-1]] for line in (head + rows).splitlines())
+    lines = (head + rows).splitlines()
+    head, *rows = ([x.strip() for x in line.split('|')[1:-1]] for line in lines)
     assert {(row[0], attn): cell for row in rows for attn, cell in zip(head[1:], row[1:])} == found
 
 def test_numbers_in_prose_stand_in_a_table():
